@@ -1,0 +1,151 @@
+"""What every public function does around its launch: refuse bad arguments, know a tracer, remember its plan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch._C import _increment_version as increment_version  # so that autograd notices what a kernel writes
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_compiling
+
+from ._memory import extent, overlap, overlaps_itself
+
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+_Tensor = torch.Tensor
+
+
+def is_traced(tensor) -> bool:
+    """Whether a call has to go through a registered op: under torch.compile, a dispatch mode or for a tensor subclass.
+
+    An op costs an eager call more than a small kernel does, so all others launch directly.
+    """
+    cls = type(tensor)
+    return (
+        is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or (cls is not _Tensor and getattr(cls, "__torch_dispatch__", _PLAIN_DISPATCH) is not _PLAIN_DISPATCH)
+    )
+
+
+def served_by_triton(device: torch.device) -> bool:
+    """Whether kernels run on the device; the PyTorch reference serves the others."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+class Spec(NamedTuple):
+    """An output that a call makes where it is given none: row-major, unless it says strides."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+class Plan:
+    """What follows from dtypes, shapes, strides and options alone: worked out once, kept for the calls that repeat them.
+
+    `launch` takes `(*inputs, *outputs)` and their pointers; where it is None `reference(*inputs)` gives the outputs. With
+    `empty` outputs nothing runs.
+    """
+
+    __slots__ = ("specs", "launch", "reference", "empty", "given", "missing", "lazy_sign", "pairs", "apart")
+
+    def __init__(self, inputs, outputs, specs, launch, reference, empty):
+        self.specs, self.launch, self.reference, self.empty = specs, launch, reference, empty
+        self.missing = any(tensor is None for tensor in outputs)
+        self.given = any(tensor is not None for tensor in outputs)
+        # Real views of conjugated complex tensors have one, which only PyTorch's own kernels apply.
+        self.lazy_sign = inputs[0].dtype is not torch.bfloat16
+        # What could overlap: an output that is given, and an input or another such output.
+        given = [(i, extent(tensor)) for i, tensor in enumerate(inputs + outputs) if tensor is not None]
+        self.pairs = [(i, j, a, b) for i, a in given if i >= len(inputs) for j, b in given if j < i]
+        self.apart = None
+
+    def check_overlap(self, names, tensors, pointers):
+        for i, j, i_bytes, j_bytes in self.pairs:
+            if pointers[i] < pointers[j] + j_bytes and pointers[j] < pointers[i] + i_bytes:
+                if overlap(tensors[i], tensors[j]):
+                    raise ValueError(f"{names[i]} overlaps {names[j]} in memory")
+        self.apart = pointers
+
+
+class Planned:
+    """A function of tensors that runs one kernel, launched with as little work on the host as its arguments allow.
+
+    `make(inputs, outputs, *options)` checks the arguments and returns their `Plan`; `names` are those of inputs and
+    outputs, for messages. Inputs may be None where `make` allows it.
+    """
+
+    _MAX_PLANS = 4096
+
+    def __init__(self, make, names: tuple[str, ...]):
+        self.make, self.names = make, names
+        self.plans: dict[tuple, Plan] = {}
+
+    def __call__(self, inputs: tuple, outputs: tuple, *options) -> tuple:
+        tensors = inputs + outputs
+        key = [*options]
+        try:
+            for t in tensors:
+                if t is None:
+                    key.append(None)
+                else:
+                    # Spelled out, for a torch.Size takes long to hash.
+                    key.extend((t.dtype, *t.shape, *t.stride(), t.device))
+            key = tuple(key)
+            plan = self.plans.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # no tensor, one without strides, an unhashable option
+            plan = None
+        if plan is None:
+            plan = self.make(inputs, outputs, *options)
+            if len(self.plans) >= self._MAX_PLANS:
+                self.plans.clear()
+            self.plans[key] = plan
+        if plan.missing:
+            device = inputs[0].device
+            outputs = tuple([spec.empty(device) if out is None else out for out, spec in zip(outputs, plan.specs)])
+            tensors = inputs + outputs
+        if plan.empty:
+            return outputs
+        pointers = tuple([0 if t is None else t.data_ptr() for t in tensors])
+        if plan.given:
+            if pointers != plan.apart:
+                plan.check_overlap(self.names, tensors, pointers)
+        if plan.launch is None or (plan.lazy_sign and inputs[0].is_neg()):
+            return tuple([out.copy_(value) for out, value in zip(outputs, plan.reference(*inputs))])
+        if plan.given:
+            increment_version(outputs)
+        plan.launch(tensors, pointers)
+        return outputs
+
+
+def check_matrix(name: str, tensor, *dtypes: torch.dtype) -> None:
+    """Refuse what is not a 2-D tensor of one of the dtypes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {tensor.layout}")
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must be 2-D, got shape {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(str(dtype) for dtype in dtypes)}, got {tensor.dtype}")
+
+
+def check_output(name: str, tensor, x: torch.Tensor, spec: Spec) -> None:
+    """Refuse an output, where one is given, that is not as specified and on x's device, or overlaps itself."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+    if tensor.dtype != spec.dtype or tuple(tensor.shape) != tuple(spec.shape) or tensor.device != x.device:
+        raise ValueError(
+            f"{name} must be {spec.dtype} of shape {tuple(spec.shape)} on {x.device}, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} on {tensor.device}"
+        )
+    if tensor.layout is not torch.strided or overlaps_itself(tensor):
+        raise ValueError(f"{name} must have memory of its own for each element, got strides {tensor.stride()}")
