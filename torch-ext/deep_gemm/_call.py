@@ -13,6 +13,7 @@ from ._memory import extent, overlap, overlaps_itself
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _Tensor = torch.Tensor
+_pointer = torch.Tensor.data_ptr
 
 
 def is_traced(tensor) -> bool:
@@ -45,6 +46,12 @@ class Spec(NamedTuple):
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
+    def empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        """On x's device and of x's class, for tracers and tensor subclasses."""
+        if self.stride is None:
+            return x.new_empty(self.shape, dtype=self.dtype)
+        return x.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
+
 
 class Plan:
     """What follows from dtypes, shapes, strides and options alone: worked out once, kept for the calls that repeat them.
@@ -53,16 +60,21 @@ class Plan:
     `empty` outputs nothing runs.
     """
 
-    __slots__ = ("specs", "launch", "reference", "empty", "given", "missing", "lazy_sign", "pairs", "apart")
+    __slots__ = ("specs", "launch", "reference", "empty", "given", "missing", "absent", "lazy_sign", "pairs", "apart")
 
     def __init__(self, inputs, outputs, specs, launch, reference, empty):
-        self.specs, self.launch, self.reference, self.empty = specs, launch, reference, empty
+        self.specs, self.launch, self.reference = specs, launch, reference
+        self.empty = empty or inputs[0].is_meta
         self.missing = any(tensor is None for tensor in outputs)
         self.given = any(tensor is not None for tensor in outputs)
-        # Real views of conjugated complex tensors have one, which only PyTorch's own kernels apply.
-        self.lazy_sign = inputs[0].dtype is not torch.bfloat16
+        self.absent = any(tensor is None for tensor in inputs)
+        # Real views of conjugated complex tensors have a sign yet to be applied, which only PyTorch's own kernels do.
+        tensors = inputs + outputs
+        self.lazy_sign = [
+            i for i, t in enumerate(tensors) if t is not None and t.dtype in (torch.float32, torch.float16)
+        ]
         # What could overlap: an output that is given, and an input or another such output.
-        given = [(i, extent(tensor)) for i, tensor in enumerate(inputs + outputs) if tensor is not None]
+        given = [(i, extent(tensor)) for i, tensor in enumerate(tensors) if tensor is not None]
         self.pairs = [(i, j, a, b) for i, a in given if i >= len(inputs) for j, b in given if j < i]
         self.apart = None
 
@@ -89,15 +101,9 @@ class Planned:
 
     def __call__(self, inputs: tuple, outputs: tuple, *options) -> tuple:
         tensors = inputs + outputs
-        key = [*options]
         try:
-            for t in tensors:
-                if t is None:
-                    key.append(None)
-                else:
-                    # Spelled out, for a torch.Size takes long to hash.
-                    key.extend((t.dtype, *t.shape, *t.stride(), t.device))
-            key = tuple(key)
+            # Sizes are spelled out, for a torch.Size takes long to hash.
+            key = (options, *[None if t is None else (t.dtype, *t.shape, *t.stride(), t.device) for t in tensors])
             plan = self.plans.get(key)
         except (AttributeError, RuntimeError, TypeError):  # no tensor, one without strides, an unhashable option
             plan = None
@@ -112,11 +118,14 @@ class Planned:
             tensors = inputs + outputs
         if plan.empty:
             return outputs
-        pointers = tuple([0 if t is None else t.data_ptr() for t in tensors])
+        if plan.absent:
+            pointers = tuple([0 if t is None else t.data_ptr() for t in tensors])
+        else:
+            pointers = tuple(map(_pointer, tensors))
         if plan.given:
             if pointers != plan.apart:
                 plan.check_overlap(self.names, tensors, pointers)
-        if plan.launch is None or (plan.lazy_sign and inputs[0].is_neg()):
+        if plan.launch is None or (plan.lazy_sign and any([tensors[i].is_neg() for i in plan.lazy_sign])):
             return tuple([out.copy_(value) for out, value in zip(outputs, plan.reference(*inputs))])
         if plan.given:
             increment_version(outputs)
@@ -147,5 +156,6 @@ def check_output(name: str, tensor, x: torch.Tensor, spec: Spec) -> None:
             f"{name} must be {spec.dtype} of shape {tuple(spec.shape)} on {x.device}, got {tensor.dtype} of shape "
             f"{tuple(tensor.shape)} on {tensor.device}"
         )
-    if tensor.layout is not torch.strided or overlaps_itself(tensor):
+    # A tracer cannot follow the search for overlaps; the op it records repeats all checks.
+    if tensor.layout is not torch.strided or (not is_compiling() and overlaps_itself(tensor)):
         raise ValueError(f"{name} must have memory of its own for each element, got strides {tensor.stride()}")

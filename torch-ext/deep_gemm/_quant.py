@@ -35,9 +35,24 @@ def to_fp32(x, HARDWARE: tl.constexpr):
 
 
 @jit
+def _max_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def max_abs_bits(x, HARDWARE: tl.constexpr):
+    """fp32 bits of max |x| over the last axis; NaN propagates, as it does in torch."""
+    if HARDWARE:
+        amax = tl.reduce(tl.abs(x), len(x.shape) - 1, _max_nan).to(tl.int32, bitcast=True)
+    else:
+        # Bits of non-negative floats order like integers, with NaN on top.
+        amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=len(x.shape) - 1)
+    return amax
+
+
+@jit
 def group_sf(amax_bits, USE_UE8M0: tl.constexpr):
     """fp32 scale factors of groups whose max |x| is given as fp32 bits, and their reciprocals."""
-    # Bits of non-negative floats order like integers, with NaN on top: an integer max propagates NaN as torch's does.
     amax = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True)  # 1e-4
     sf = amax * 0.002232142857142857  # fp32(1/448), as torch divides by a scalar on CUDA
     if USE_UE8M0:

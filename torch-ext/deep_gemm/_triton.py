@@ -1,12 +1,15 @@
 """Triton: where it is missing, how its versions differ, and launches that cost the host little."""
 
+import atexit
 import contextlib
 import functools
 import importlib
 import os
 import shutil
 import sysconfig
+import tempfile
 import threading
+import warnings
 from pathlib import Path
 
 import torch
@@ -52,50 +55,53 @@ class Launch:
     """A kernel with everything bound but the tensors, for one device.
 
     `args` are the kernel's arguments after its pointers, scalars and constexprs alike. The first call with pointers of a
-    given alignment goes through Triton's own launch, which compiles; later ones call the compiled kernel directly,
-    which takes the host a quarter of the time. Profiler hooks and Triton versions not known take the ordinary launch every time.
+    given alignment goes through Triton's own launch, which compiles; later ones call the compiled kernel's C entry,
+    which takes the host a quarter of the time. Profiler hooks and Triton versions not known take the ordinary launch.
     """
 
-    __slots__ = ("kernel", "grid", "args", "num_warps", "device", "compiled", "last")
+    __slots__ = ("kernel", "grid", "args", "num_warps", "device", "entries", "last")
 
     def __init__(self, kernel, grid: tuple, args: tuple, num_warps: int, device: int):
         _require_triton()
         self.kernel, self.grid, self.args, self.num_warps, self.device = kernel, grid, args, num_warps, device
-        self.compiled, self.last = {}, (None, None)
+        self.entries: dict[tuple, tuple] = {}
+        self.last = (None, None, None, None)
 
     def __call__(self, tensors: tuple, pointers: tuple) -> None:
-        last, launch = self.last
-        if pointers != last:
-            # Triton specialises on each pointer's alignment to 16 bytes.
-            launch = self.compiled.get(tuple([pointer & 15 == 0 for pointer in pointers]))
-            self.last = (pointers, launch)
-        if launch is None or _launch_is_hooked():
-            return self._launch_by_triton(tensors, pointers)
+        if self.device < 0 or _launch_is_hooked():
+            return self._launch_by_triton(tensors)
         stream = _current_stream(self.device)
+        last_pointers, last_stream, entry, args = self.last
+        if pointers != last_pointers or stream != last_stream:
+            # Triton specialises on each pointer's alignment to 16 bytes.
+            alignment = tuple([pointer & 15 == 0 for pointer in pointers])
+            if alignment not in self.entries:
+                compiled = self._launch_by_triton(tensors)
+                if _VERSION in _DIRECT_VERSIONS:
+                    self.entries[alignment] = _c_entry(compiled)
+                return
+            entry, bind = self.entries[alignment]
+            args = bind(self.grid, stream, pointers + self.args)
+            self.last = (pointers, stream, entry, args)
         if _current_device() == self.device:
-            launch(self.grid, stream, pointers + self.args)
+            entry(*args)
         else:
             with torch.cuda.device(self.device):
-                launch(self.grid, stream, pointers + self.args)
+                entry(*args)
 
-    def _launch_by_triton(self, tensors, pointers):
+    def _launch_by_triton(self, tensors):
         # Triton knows no e4m3 below sm_89: kernels see e4m3 memory as bytes.
-        tensors = [t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in tensors]
+        tensors = [t.view(torch.uint8) if t is not None and t.dtype is torch.float8_e4m3fn else t for t in tensors]
         try:
             with torch.cuda.device(self.device):
                 if self.device >= 0:
                     _prepare()
                 # Fused multiply-adds would skip a rounding of the reference; Triton's default for them changes in 3.10.
-                compiled = self.kernel[self.grid](
-                    *tensors, *self.args, num_warps=self.num_warps, enable_fp_fusion=False
-                )
+                return self.kernel[self.grid](*tensors, *self.args, num_warps=self.num_warps, enable_fp_fusion=False)
         except Exception as error:
-            if not self.compiled and (missing := _missing_build_tools()):
+            if not self.entries and (missing := _missing_build_tools()):
                 raise RuntimeError(f"Triton could not compile its launcher; it needs {missing}") from error
             raise
-        if self.device >= 0 and _VERSION in _DIRECT_VERSIONS:
-            self.compiled[tuple([pointer & 15 == 0 for pointer in pointers])] = direct = _direct(compiled)
-            self.last = (pointers, direct)
 
 
 # What torch.cuda.current_stream and current_device read, without building a Stream.
@@ -103,28 +109,24 @@ _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def _direct(compiled):
-    """The C function behind a kernel without scratch memory, as `launch(grid, stream, args)`."""
+def _c_entry(compiled):
+    """The C function that launches a kernel without scratch memory, and what makes its arguments."""
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    launch = launcher.launch
     if _VERSION == "3.6":
 
-        def direct(grid, stream, args):
-            launch(*grid, stream, function, False, False, None, None, metadata, None, None, None, *args)
+        def bind(grid, stream, args):
+            return (*grid, stream, function, False, False, None, None, metadata, None, None, None, *args)
 
     else:
-        annotations, signature = launcher.arg_annotations, launcher.kernel_signature
+        signature = (launcher.arg_annotations, launcher.kernel_signature)
 
-        def direct(grid, stream, args):
-            launch(
-                *grid, stream, function, False, False, metadata, None, None, None, None, None, annotations, signature, args
-            )  # fmt: skip
+        def bind(grid, stream, args):
+            return (*grid, stream, function, False, False, metadata, None, None, None, None, None, *signature, args)
 
-    return direct
+    return launcher.launch, bind
 
 
-def _launch_is_hooked() -> bool:
-    runtime = triton.knobs.runtime
+def _launch_is_hooked(runtime=getattr(getattr(triton, "knobs", None), "runtime", None)) -> bool:
     try:
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
     except AttributeError:  # not the chains of hooks that Triton sets up
@@ -134,6 +136,14 @@ def _launch_is_hooked() -> bool:
 @functools.cache
 def _prepare():
     """The slow parts of what Triton does once in a process, side by side, before its first launch needs them."""
+    cache = triton.knobs.cache
+    try:
+        os.makedirs(cache.dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache.dir).close()
+    except OSError as error:
+        warnings.warn(f"Triton cannot write to its cache ({error}); this process compiles into a temporary folder")
+        cache.dir = tempfile.mkdtemp(prefix="triton-cache-")
+        atexit.register(shutil.rmtree, cache.dir, ignore_errors=True)
 
     def load_compiler():
         with contextlib.suppress(ImportError):

@@ -9,7 +9,7 @@ import torch
 
 from ._call import Plan, Planned, Spec, check_matrix, check_output, is_traced, served_by_triton
 from ._ops import add_op_namespace_prefix, ops
-from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
+from ._quant import converts_in_hardware, group_sf, max_abs_bits, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
 from ._tiles import layout, tile_pointers
 from ._triton import Launch, jit, tl
 from .utils.math import ceil_div, per_token_cast_to_fp8
@@ -42,9 +42,11 @@ def fused_per_token_cast_to_fp8(
         TypeError, ValueError: an argument of another type, dtype, shape or device, or an output that overlaps the
             input, itself or the other output. Nothing is written then.
     """
+    if type(gran_k) is not int:  # 128.0 would find the plan of 128
+        raise TypeError(f"gran_k must be an int, 32 or 128, got {gran_k!r}")
     if is_traced(x):
         specs = _check(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
-        out, out_sf = (spec.empty(x.device) if given is None else given for given, spec in zip((out, out_sf), specs))
+        out, out_sf = (spec.empty_like(x) if given is None else given for given, spec in zip((out, out_sf), specs))
         ops.fused_per_token_cast_to_fp8(x.detach(), use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
         return out, out_sf
     return _per_token_cast((x,), (out, out_sf), use_ue8m0, gran_k, use_packed_ue8m0)
@@ -126,7 +128,7 @@ def bind_per_token_cast(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf) -> 
     scalars = (m // m_unit, n // n_unit, *x_strides, *out_strides, *out_sf.stride())
     constants = (
         m_unit, n_unit, x_major, x_unit, out_major, out_unit, sf_row_major,
-        int(gran_k), bool(use_ue8m0), bool(use_packed_ue8m0), converts_in_hardware(device), saturate,
+        gran_k, bool(use_ue8m0), bool(use_packed_ue8m0), converts_in_hardware(device), saturate,
         n % config.block_n == 0, config.block_m, config.block_n,
     )  # fmt: skip
     tiles_m = ceil_div(m, config.block_m)
@@ -184,7 +186,7 @@ def per_token_cast_kernel(
     x_tile = tile_pointers(x_ptr, row, col, rows, cols, x_stride_m, x_stride_n, X_MAJOR, X_UNIT)
     x = to_fp32(tl.load(x_tile, mask=mask, other=0.0), HARDWARE)  # [BLOCK_M, BLOCK_N]
     groups = tl.reshape(x, [BLOCK_M, GROUPS, GRAN_K])
-    amax_bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+    amax_bits = max_abs_bits(groups, HARDWARE)
     sf, inv = group_sf(amax_bits, USE_UE8M0)  # [BLOCK_M, GROUPS]
     y = tl.reshape(groups * inv[:, :, None], [BLOCK_M, BLOCK_N])
     if SATURATE:
