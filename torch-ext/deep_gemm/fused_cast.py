@@ -47,7 +47,10 @@ def fused_per_token_cast_to_fp8(
     if is_traced(x):
         specs = _check(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
         out, out_sf = (spec.empty_like(x) if given is None else given for given, spec in zip((out, out_sf), specs))
-        ops.fused_per_token_cast_to_fp8(x.detach(), use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
+        # As bytes, for torch compares no e4m3 tensors when opcheck asks it to.
+        ops.fused_per_token_cast_to_fp8(
+            x.detach(), use_ue8m0, gran_k, use_packed_ue8m0, out.view(torch.uint8), out_sf
+        )
         return out, out_sf
     return _per_token_cast((x,), (out, out_sf), use_ue8m0, gran_k, use_packed_ue8m0)
 
@@ -56,7 +59,7 @@ def fused_per_token_cast_to_fp8(
 def _op(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int, use_packed_ue8m0: bool, out: torch.Tensor, out_sf: torch.Tensor
 ) -> None:
-    _per_token_cast((x,), (out, out_sf), use_ue8m0, gran_k, use_packed_ue8m0)
+    _per_token_cast((x,), (out.view(torch.float8_e4m3fn), out_sf), use_ue8m0, gran_k, use_packed_ue8m0)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("fused_per_token_cast_to_fp8"))
