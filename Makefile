@@ -34,8 +34,8 @@ ifdef READY
 $(READY): requirements-dev.txt Makefile
 	test -x "$(PYTHON)" || { python3 $(CHECK) && python3 -m venv "$(VENV)"; }
 	"$(PYTHON)" $(CHECK)
-	"$(PYTHON)" -m pip show -q torch 2>/dev/null || "$(PYTHON)" -m pip install "$(TORCH)"
-	"$(PYTHON)" -m pip show -q triton 2>/dev/null || "$(PYTHON)" -m pip install "$(TRITON)"
+	"$(PYTHON)" -c "import torch" 2>/dev/null || "$(PYTHON)" -m pip install "$(TORCH)"
+	"$(PYTHON)" -c "import triton" 2>/dev/null || "$(PYTHON)" -m pip install "$(TRITON)"
 	"$(PYTHON)" -m pip install -r requirements-dev.txt
 	touch "$@"
 endif

@@ -1,7 +1,7 @@
 """Cast activations to FP8 as a model does before its matrix products, and check every byte against the reference."""
 
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -55,9 +55,16 @@ def microseconds(function, *args, calls=200, **kwargs):
     return start.elapsed_time(end) * 1000 / calls
 
 
+def installed(package):
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
 def main():
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU (the PyTorch reference; the kernel needs a GPU)"
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "kernels"))
+    packages = ", ".join(f"{name} {installed(name)}" for name in ("torch", "triton", "kernels"))
     print(f"device    {device}\nversions  {packages}\nkernel    {deep_gemm.__name__}\n")
 
     torch.manual_seed(0)

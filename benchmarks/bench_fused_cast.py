@@ -66,12 +66,13 @@ def case(tokens, hidden, recipe):
 
 def copy_share(kernel, results, quick):
     for recipe, options in RECIPES.items():
-        for hidden in (4096, 7168):
-            for tokens in (4096, 16384) if quick else (4096, 8192, 16384, 32768):
+        for hidden in (128, 512, 4096, 7168):
+            for tokens in (131072,) if hidden < HIDDEN else (4096, 16384) if quick else (4096, 8192, 16384, 32768):
                 sets, nbytes = buffer_sets(tokens, hidden, options), moved(tokens, hidden, options)
                 fused, copy = graph_seconds(casts(kernel, sets, options), copies(nbytes, len(sets)), nbytes=nbytes)
                 results.add(case(tokens, hidden, recipe), "share of the copy rate (graph replay)",
-                            nbytes / fused / 1e12, "TB/s", COPY, nbytes / copy / 1e12, "ratio >= 0.95")
+                            nbytes / fused / 1e12, "TB/s", COPY, nbytes / copy / 1e12,
+                            "ratio >= 0.95" if hidden >= HIDDEN else None)
 
 
 def few_tokens(kernel, results, quick):
@@ -144,23 +145,24 @@ def first_call(kernel, results, quick):
         for _ in range(1 if quick else 3):
             with tempfile.TemporaryDirectory() as cache:
                 cold.append(_fresh_process(recipe, cache))
-                warm = _fresh_process(recipe, cache) if len(cold) == 1 else warm
+                if len(cold) == 1:
+                    warm = _fresh_process(recipe, cache, "--sweep")
         one = f"128 x {HIDDEN}; {recipe}"
         results.add(one, "first call, empty Triton cache", statistics.median(run["seconds"] for run in cold), "s",
                     bar="value <= 1")
         results.add(one, "first call, Triton cache on disk", warm["seconds"], "s")
-        results.add(f"1 to 8192 x {HIDDEN}; {recipe}", "compiled kernels", max(run["kernels"] for run in cold), "",
+        results.add(f"1 to 8192 x {HIDDEN}; {recipe}", "compiled kernels", warm["kernels"], "",
                     bar="value <= 1")
 
 
-def _fresh_process(recipe, cache):
-    command = [sys.executable, __file__, "--first-call", recipe]
+def _fresh_process(recipe, cache, *options):
+    command = [sys.executable, __file__, "--first-call", recipe, *options]
     run = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": cache}, stdout=subprocess.PIPE, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def measure_first_call(recipe):
-    """In a fresh process: seconds of the first call, and the kernels compiled for it and for all M from 1 to 8192."""
+def measure_first_call(recipe, sweep):
+    """In a fresh process: seconds of the first call, and the kernels compiled by then or, with `sweep`, for M to 8192."""
     cast, options = load_kernel().fused_per_token_cast_to_fp8, RECIPES[recipe]
     x = torch.randn(8192, HIDDEN, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
@@ -168,7 +170,7 @@ def measure_first_call(recipe):
     cast(x[:128], **options)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    for tokens in range(1, len(x) + 1):
+    for tokens in range(1, len(x) + 1) if sweep else ():
         cast(x[:tokens], **options)
     torch.cuda.synchronize()
     kernels = len(list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
@@ -183,9 +185,10 @@ def main():
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats; marked as quick in the results")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of <gpu>.json (default: benchmarks/results)")
     parser.add_argument("--first-call", choices=RECIPES, help=argparse.SUPPRESS)
+    parser.add_argument("--sweep", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.first_call:
-        return measure_first_call(args.first_call)
+        return measure_first_call(args.first_call, args.sweep)
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
 

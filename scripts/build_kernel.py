@@ -304,11 +304,25 @@ def render_card(project):
     )
 
 
+def replaceable(project, out):
+    """What an earlier build left in `out`; a folder that is neither empty nor a build is refused."""
+    if not out.exists() or not any(out.iterdir()):
+        return []
+    if not any(is_build(project, path) for path in out.glob("torch-*/metadata.json")):
+        raise ValueError(f"{out} is not empty and holds no build of {project.general['name']}: name another folder")
+    return [path for path in [*out.glob("torch*"), out / "benchmarks", out / "CARD.md"] if path.exists()]
+
+
+def is_build(project, metadata):
+    return json.loads(metadata.read_text(encoding="utf-8")).get("name") == project.general["name"]
+
+
 def build(root, out):
     """Build all variants into `out`, in place of what an earlier build left there; nothing changes if one fails."""
     project = Project(root)
     if problems := check_sources(project):
         raise ValueError("the sources cannot be shipped:\n" + "\n".join(problems))
+    stale = replaceable(project, out)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as staging:
         staging = Path(staging)
@@ -320,11 +334,11 @@ def build(root, out):
         if (root / "benchmarks").is_dir():
             bytecode = shutil.ignore_patterns("__pycache__", "*.pyc")
             shutil.copytree(root / "benchmarks", staging / "benchmarks", ignore=bytecode)
-        for stale in [*out.glob("torch*"), out / "benchmarks", out / "CARD.md"]:
-            if stale.is_dir():
-                shutil.rmtree(stale)
+        for path in stale:
+            if path.is_dir():
+                shutil.rmtree(path)
             else:
-                stale.unlink(missing_ok=True)
+                path.unlink()
         for made in staging.iterdir():
             made.rename(out / made.name)
     return [out / f"torch-{backend}" for backend in project.general["backends"]]

@@ -121,7 +121,7 @@ def made_up(monkeypatch, tmp_path):
 
     for timer in ("graph_seconds", "eager_seconds", "host_seconds"):
         monkeypatch.setattr(bench_fused_cast, timer, seconds)
-    monkeypatch.setattr(bench_fused_cast, "_fresh_process", lambda recipe, cache: {"seconds": 1.5, "kernels": 1})
+    monkeypatch.setattr(bench_fused_cast, "_fresh_process", lambda recipe, cache, *options: {"seconds": 1.5, "kernels": 1})
     kernel = SimpleNamespace(
         fused_per_token_cast_to_fp8=checked_cast, utils=SimpleNamespace(per_token_cast_to_fp8=checked_cast)
     )

@@ -191,6 +191,24 @@ def test_given_outputs_count_as_modified():
         assert out_sf._version > versions[1]
 
 
+def test_outputs_that_require_grad_are_refused():
+    x = distinct(5, 512)
+    leaf = torch.full((5, 4), torch.nan, device=DEVICE, requires_grad=True)
+    for out_sf in (leaf, leaf * 1):
+        check(x, FLOAT, out_sf=out_sf.detach().clone())  # with a plan at hand
+        out = torch.zeros(5, 512, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+        with pytest.raises(ValueError, match="out_sf requires grad"):
+            cast(x, *FLOAT, out=out, out_sf=out_sf)
+        assert not out.view(torch.uint8).any() and out_sf.isnan().all()
+
+
+def test_freed_storage_is_refused():
+    x, out = distinct(5, 512), cast(distinct(5, 512), *FLOAT)[0]
+    out.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="out has no memory"):
+        cast(x, *FLOAT, out=out)
+
+
 def test_no_gradient():
     x = distinct(4, 512).requires_grad_()
     for result in (*cast(x, *FLOAT), *cast(x * 2, *PACKED)):

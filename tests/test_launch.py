@@ -350,7 +350,7 @@ def test_both_launch_paths(recipe, cold, monkeypatch):
         for view, want in zip(views, expected):
             for _ in range(3):
                 assert_same(cast(view, *recipe), want, f"direct: {direct}")
-        assert [bool(plan.launch.entries) for plan in cold.values()] == [direct] * len(cold)
+        assert [any(plan.launch.entries.values()) for plan in cold.values()] == [direct] * len(cold)
 
 
 @gpu
@@ -474,7 +474,7 @@ for _ in range(2):
     if process.returncode:
         assert "C compiler" in output.splitlines()[-1] and "gcc" in output.splitlines()[-1], output
     else:
-        assert launching._VERSION != "3.6"
+        assert launching._VERSION not in ("3.6", "3.7")
 
 
 @pytest.mark.slow

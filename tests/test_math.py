@@ -509,3 +509,16 @@ def test_cuda_equals_cpu(cast):
 def test_bad_input(name, args, error, message):
     with pytest.raises(error, match=message):
         getattr(math, name)(*args)
+
+
+def test_unpack_of_one_word_a_row():
+    sf = torch.exp2(torch.arange(20, dtype=torch.float32, device=DEVICE).view(5, 4) - 9)
+    packed = deep_gemm.utils.pack_ue8m0_to_int(sf)
+    aligned = torch.empty_strided((5, 1), (1, 8), dtype=torch.int32, device=DEVICE).copy_(packed)
+    assert torch.equal(deep_gemm.utils.unpack_ue8m0_from_int(aligned), sf)
+
+
+@pytest.mark.parametrize("dims", [(0.5,), (2,), ("0",)])
+def test_custom_dims_are_refused(dims):
+    with pytest.raises(ValueError, match="dims"):
+        deep_gemm.utils.per_custom_dims_cast_to_fp8(torch.ones(4, 256, device=DEVICE), dims, False)

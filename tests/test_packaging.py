@@ -226,8 +226,9 @@ def test_build_is_reproducible_and_removes_what_was_there(built, tmp_path):
     for path in source.rglob("*"):
         os.utime(path, (0, 0))
     out = tmp_path / "b" / "build"
+    build_kernel.build(source, out)
     for stale in ("torch-cuda/old.py", "torch-rocm/__init__.py", "torch210-cxx11-cu128-x86_64-linux/__init__.py"):
-        (out / stale).parent.mkdir(parents=True)
+        (out / stale).parent.mkdir(exist_ok=True)
         (out / stale).write_text("stale")
     build_kernel.build(source, out)
     first, second = tree(built / "build"), tree(out)
@@ -377,3 +378,16 @@ def test_import_and_cpu_cast_need_no_triton(built):
 def test_fork_after_import(built):
     loaded = load(built, "--fork")
     assert loaded["matches"] and not loaded["cuda_initialized"]
+
+
+def test_build_replaces_nothing_but_builds(tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns("build", ".*", "__pycache__"))
+    before = sorted(path.relative_to(project) for path in project.rglob("*"))
+    for folder in (project, project / "torch-ext"):
+        with pytest.raises(ValueError, match="holds no build"):
+            build_kernel.build(project, folder)
+    (tmp_path / "torchvision").mkdir()
+    with pytest.raises(ValueError, match="holds no build"):
+        build_kernel.build(project, tmp_path)
+    assert sorted(path.relative_to(project) for path in project.rglob("*")) == before

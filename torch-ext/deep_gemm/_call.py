@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch._C import _increment_version as increment_version  # so that autograd notices what a kernel writes
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from ._memory import extent, overlap, overlaps_itself
@@ -25,13 +25,14 @@ def is_traced(tensor) -> bool:
     return (
         is_compiling()
         or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
         or (cls is not _Tensor and getattr(cls, "__torch_dispatch__", _PLAIN_DISPATCH) is not _PLAIN_DISPATCH)
     )
 
 
 def served_by_triton(device: torch.device) -> bool:
     """Whether kernels run on the device; the PyTorch reference serves the others."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Spec(NamedTuple):
@@ -54,10 +55,10 @@ class Spec(NamedTuple):
 
 
 class Plan:
-    """What follows from dtypes, shapes, strides and options alone: worked out once, kept for the calls that repeat them.
+    """What follows from dtypes, shapes, strides and options alone: worked out once, kept for calls that repeat them.
 
-    `launch` takes `(*inputs, *outputs)` and their pointers; where it is None `reference(*inputs)` gives the outputs. With
-    `empty` outputs nothing runs.
+    `launch` takes `(*inputs, *outputs)` and their pointers; where it is None `reference(*inputs)` gives the outputs.
+    With `empty` outputs nothing runs.
     """
 
     __slots__ = ("specs", "launch", "reference", "empty", "given", "missing", "absent", "lazy_sign", "pairs", "apart")
@@ -110,7 +111,7 @@ class Planned:
         if plan is None:
             plan = self.make(inputs, outputs, *options)
             if len(self.plans) >= self._MAX_PLANS:
-                self.plans.clear()
+                self.plans.pop(next(iter(self.plans)), None)
             self.plans[key] = plan
         if plan.missing:
             device = inputs[0].device
@@ -122,11 +123,19 @@ class Planned:
             pointers = tuple([0 if t is None else t.data_ptr() for t in tensors])
         else:
             pointers = tuple(map(_pointer, tensors))
+            if 0 in pointers:
+                name = self.names[pointers.index(0)]
+                raise ValueError(f"{name} has no memory: freed storage, or a wrapper such as functorch's")
         if plan.given:
+            for name, t in zip(self.names[len(inputs) :], outputs):
+                if t.requires_grad:
+                    raise ValueError(f"{name} requires grad, and what is written into it has none")
             if pointers != plan.apart:
                 plan.check_overlap(self.names, tensors, pointers)
         if plan.launch is None or (plan.lazy_sign and any([tensors[i].is_neg() for i in plan.lazy_sign])):
-            return tuple([out.copy_(value) for out, value in zip(outputs, plan.reference(*inputs))])
+            for out, value in zip(outputs, plan.reference(*inputs)):
+                out.copy_(value)
+            return outputs
         if plan.given:
             increment_version(outputs)
         plan.launch(tensors, pointers)
@@ -156,6 +165,8 @@ def check_output(name: str, tensor, x: torch.Tensor, spec: Spec) -> None:
             f"{name} must be {spec.dtype} of shape {tuple(spec.shape)} on {x.device}, got {tensor.dtype} of shape "
             f"{tuple(tensor.shape)} on {tensor.device}"
         )
+    if tensor.requires_grad:
+        raise ValueError(f"{name} requires grad, and what is written into it has none")
     # A tracer cannot follow the search for overlaps; the op it records repeats all checks.
     if tensor.layout is not torch.strided or (not is_compiling() and overlaps_itself(tensor)):
         raise ValueError(f"{name} must have memory of its own for each element, got strides {tensor.stride()}")

@@ -15,7 +15,7 @@ def extent(tensor) -> int:
 
 
 def overlaps_itself(tensor) -> bool:
-    """Whether two indices of a view name the same element; exact up to 2-D, above it True for interleaved strides too."""
+    """Whether two indices of a view name the same element; exact up to 2-D, above it interleaved strides count too."""
     if not tensor.numel():
         return False
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1)
@@ -52,7 +52,7 @@ def overlap(a, b) -> bool:
 
 
 def _has_solution(terms, target) -> bool:
-    """Whether integers 0 <= x <= bound with sum(stride * x) == target exist; terms are (stride, bound), strides falling."""
+    """Whether integers 0 <= x <= bound make sum(stride * x) == target; terms are (stride, bound), strides falling."""
     reach, divisor = [0], [0]
     for stride, bound in reversed(terms):
         reach.insert(0, reach[0] + stride * bound)

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import shutil
+import subprocess
 import sysconfig
 import tempfile
 import threading
@@ -39,7 +40,7 @@ _DIRECT_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 def _require_triton():
     if triton is None:
         raise ImportError(
-            "deep_gemm needs Triton 3.6 or newer for CUDA tensors; it comes with torch's CUDA wheels: pip install triton"
+            "deep_gemm needs Triton 3.6 or newer for CUDA tensors; torch's CUDA wheels bring it: pip install triton"
         ) from _IMPORT_ERROR
 
 
@@ -54,9 +55,9 @@ def _missing_build_tools() -> str:
 class Launch:
     """A kernel with everything bound but the tensors, for one device.
 
-    `args` are the kernel's arguments after its pointers, scalars and constexprs alike. The first call with pointers of a
-    given alignment goes through Triton's own launch, which compiles; later ones call the compiled kernel's C entry,
-    which takes the host a quarter of the time. Profiler hooks and Triton versions not known take the ordinary launch.
+    `args` are the kernel's arguments after its pointers, scalars and constexprs alike. The first call with pointers of
+    a given alignment goes through Triton's own launch, which compiles; later ones call the compiled kernel's C entry,
+    which takes the host a quarter of the time. Profiler hooks and unknown Triton versions take the ordinary launch.
     """
 
     __slots__ = ("kernel", "grid", "args", "num_warps", "device", "entries", "last")
@@ -76,9 +77,10 @@ class Launch:
             # Triton specialises on each pointer's alignment to 16 bytes.
             alignment = tuple([pointer & 15 == 0 for pointer in pointers])
             if alignment not in self.entries:
-                compiled = self._launch_by_triton(tensors)
-                if _VERSION in _DIRECT_VERSIONS:
-                    self.entries[alignment] = _c_entry(compiled)
+                self.entries[alignment] = _c_entry(self._launch_by_triton(tensors))
+                return
+            if self.entries[alignment] is None:
+                self._launch_by_triton(tensors)
                 return
             entry, bind = self.entries[alignment]
             args = bind(self.grid, stream, pointers + self.args)
@@ -98,8 +100,10 @@ class Launch:
                     _prepare()
                 # Fused multiply-adds would skip a rounding of the reference; Triton's default for them changes in 3.10.
                 return self.kernel[self.grid](*tensors, *self.args, num_warps=self.num_warps, enable_fp_fusion=False)
-        except Exception as error:
-            if not self.entries and (missing := _missing_build_tools()):
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            # Triton up to 3.7 builds C code: without a compiler it says so, without headers the compiler does.
+            building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
+            if building and (missing := _missing_build_tools()):
                 raise RuntimeError(f"Triton could not compile its launcher; it needs {missing}") from error
             raise
 
@@ -110,13 +114,20 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _c_entry(compiled):
-    """The C function that launches a kernel without scratch memory, and what makes its arguments."""
+    """The C function that launches a kernel, and what makes its arguments; None where the ordinary launch has to."""
+    if _VERSION not in _DIRECT_VERSIONS or compiled is None:
+        return None
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan_enabled")
+    if any(getattr(launcher, need, 0) for need in needs) or not hasattr(launcher, "launch"):
+        return None
     if _VERSION == "3.6":
 
         def bind(grid, stream, args):
             return (*grid, stream, function, False, False, None, None, metadata, None, None, None, *args)
 
+    elif not hasattr(launcher, "arg_annotations") or not hasattr(launcher, "kernel_signature"):
+        return None
     else:
         signature = (launcher.arg_annotations, launcher.kernel_signature)
 
@@ -133,8 +144,16 @@ def _launch_is_hooked(runtime=getattr(getattr(triton, "knobs", None), "runtime",
         return True
 
 
-@functools.cache
+_preparing = threading.Lock()
+
+
 def _prepare():
+    with _preparing:
+        _prepare_once()
+
+
+@functools.cache
+def _prepare_once():
     """The slow parts of what Triton does once in a process, side by side, before its first launch needs them."""
     cache = triton.knobs.cache
     try:
@@ -143,7 +162,7 @@ def _prepare():
     except OSError as error:
         warnings.warn(f"Triton cannot write to its cache ({error}); this process compiles into a temporary folder")
         cache.dir = tempfile.mkdtemp(prefix="triton-cache-")
-        atexit.register(shutil.rmtree, cache.dir, ignore_errors=True)
+        atexit.register(_remove_in, os.getpid(), cache.dir)
 
     def load_compiler():
         with contextlib.suppress(ImportError):
@@ -156,3 +175,8 @@ def _prepare():
     triton.runtime.driver.active.get_current_target()  # Triton 3.6 compiles the C part of its driver here
     for thread in threads:
         thread.join()
+
+
+def _remove_in(process: int, folder: str) -> None:
+    if os.getpid() == process:  # and not in a fork of it
+        shutil.rmtree(folder, ignore_errors=True)

@@ -30,20 +30,23 @@ def fused_per_token_cast_to_fp8(
 
     Args:
         x: `[M, N]` bf16, fp16 or fp32, any strides; no copy is made of it.
-        gran_k: 32 or 128; the last group of a row may be partial.
+        use_ue8m0: scale factors that are powers of two.
+        gran_k: columns of a group, 32 or 128; the last group of a row may be partial.
         use_packed_ue8m0: scale factors as UE8M0 bytes, four groups to an int32, the first in the lowest byte; needs
             `use_ue8m0` and a number of groups that is a multiple of 4.
         out, out_sf: written in place and returned where given, with any strides, and nothing outside them: `[M, N]`
             e4m3, and `[M, ceil(N / gran_k)]` fp32 or, packed, `[M, ceil(N / gran_k) / 4]` int32. Else new, row-major.
     Returns:
-        `(x_fp8, sf)`, without gradient. CPU tensors take the reference. No host sync; works in CUDA graphs and
-        under torch.compile.
+        `(x_fp8, sf)`, without gradient. CPU tensors take the reference. No host sync; works in CUDA graphs (call it
+        once before the capture, to compile) and under torch.compile, whose functionalisation is limited for e4m3:
+        inside a compiled function give whole tensors, or views of a uint8 buffer, as outputs.
     Raises:
-        TypeError, ValueError: an argument of another type, dtype, shape or device, or an output that overlaps the
-            input, itself or the other output. Nothing is written then.
+        TypeError, ValueError: an argument of another type, dtype, shape or device, or an output that requires grad or
+            overlaps the input, itself or the other output. Nothing is written then.
     """
     if type(gran_k) is not int:  # 128.0 would find the plan of 128
         raise TypeError(f"gran_k must be an int, 32 or 128, got {gran_k!r}")
+    use_ue8m0, use_packed_ue8m0 = bool(use_ue8m0), bool(use_packed_ue8m0)
     if is_traced(x):
         specs = _check(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
         out, out_sf = (spec.empty_like(x) if given is None else given for given, spec in zip((out, out_sf), specs))
@@ -108,30 +111,34 @@ class CastConfig:
     num_warps: int
 
 
-def cast_config(x_major: str) -> CastConfig:
-    """Tile and warps of the per-token cast, the same for every M and N so that neither recompiles.
+def cast_config(x_major: str, n: int) -> CastConfig:
+    """Tile and warps of the per-token cast, the same for every M, so that M never recompiles.
 
-    Sixteen elements a thread make one 16-byte store; few rows in a tile keep a single token's latency low.
+    Sixteen elements a thread make one 16-byte store; few rows in a tile keep a single token's latency low, and narrow
+    rows share a tile.
     """
-    return CastConfig(64, 128, 8) if x_major == "m" else CastConfig(2, 1024, 4)
+    if x_major == "m":
+        return CastConfig(64, 128, 8)
+    block_n = min(1024, max(128, 1 << (n - 1).bit_length()))
+    return CastConfig(2048 // block_n, block_n, 4)
 
 
 def bind_per_token_cast(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf) -> Launch:
-    """The kernel for tensors of these dtypes, shapes and strides."""
+    """The kernel for tensors of these dtypes, shapes and strides, which it gets divided by their units."""
     m, n = x.shape
     x_major, x_unit, *x_strides = layout(x, n)
     out_major, out_unit, *out_strides = layout(out, n)
     # M is left out where it is not needed, so that it never recompiles a row-major cast.
     m_unit, n_unit = (math.gcd(16, m) if x_major == "m" else 1), math.gcd(16, n)
     sf_row_major = out_sf.shape[1] == 1 or out_sf.stride(1) == 1
-    config = cast_config(x_major)
+    config = cast_config(x_major, n)
     device = x.device.index if x.is_cuda else -1
     # With fp32 scale factors Inf meets a zero reciprocal and is NaN before the rounding.
     saturate = torch_saturates() or not use_ue8m0
     scalars = (m // m_unit, n // n_unit, *x_strides, *out_strides, *out_sf.stride())
     constants = (
         m_unit, n_unit, x_major, x_unit, out_major, out_unit, sf_row_major,
-        gran_k, bool(use_ue8m0), bool(use_packed_ue8m0), converts_in_hardware(device), saturate,
+        gran_k, use_ue8m0, use_packed_ue8m0, converts_in_hardware(device), saturate,
         n % config.block_n == 0, config.block_m, config.block_n,
     )  # fmt: skip
     tiles_m = ceil_div(m, config.block_m)
@@ -177,7 +184,7 @@ def per_token_cast_kernel(
     tl.static_assert(BLOCK_N % GRAN_K == 0)
     GROUPS: tl.constexpr = BLOCK_N // GRAN_K
     col = tl.program_id(0).to(tl.int64) * BLOCK_N
-    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * BLOCK_M
+    row = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     row_mask = (rows < m.to(tl.int64) * M_UNIT - row)[:, None]

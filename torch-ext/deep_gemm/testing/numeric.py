@@ -51,7 +51,7 @@ def assert_bitwise_equal(x: torch.Tensor, y: torch.Tensor, label: str = "") -> N
 
 def _bytes(x):
     """uint8 [*x.shape, element size]"""
-    return x.detach().contiguous().unsqueeze(-1).view(torch.uint8)
+    return x.detach().resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _hex(element):

@@ -84,7 +84,9 @@ def unpack_ue8m0_from_int(packed: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"packed must be int32, got {packed.dtype}")
     if packed.dim() == 0:
         raise ValueError("packed must have at least one dimension, got a 0-D tensor")
-    return (packed.contiguous().view(torch.uint8).to(torch.int32) << 23).view(torch.float32)
+    # As a dimension of its own a word's bytes are next to each other even where w = 1 has an odd stride.
+    exponent = packed.unsqueeze(-1).contiguous().view(torch.uint8).flatten(-2)
+    return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 
 @torch.no_grad()
@@ -147,8 +149,9 @@ def per_custom_dims_cast_to_fp8(
     Raises TypeError for another dtype, ValueError for a dimension that x does not have.
     """
     _check_dtype(x)
-    if any(not -x.dim() <= d < x.dim() for d in dims):
-        raise ValueError(f"dims must lie within the {x.dim()} dimensions of x, got {tuple(dims)}")
+    dims = tuple(dims)
+    if any(type(d) is not int or not -x.dim() <= d < x.dim() for d in dims):
+        raise ValueError(f"dims must be among the {x.dim()} dimensions of x, got {dims}")
     kept = {d % x.dim() for d in dims}
     reduced = tuple(d for d in range(x.dim()) if d not in kept)
     y, sf = _scale_groups(x, reduced, use_ue8m0)
