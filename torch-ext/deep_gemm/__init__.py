@@ -1,8 +1,8 @@
 """FP8 training and inference on NVIDIA GPUs from pure Python.
 
-`fused_per_token_cast_to_fp8` is the cast before every FP8 GEMM, as one kernel; `utils` holds the PyTorch references that
-define its bits, `testing` what tests and benchmarks share. Names that are listed here but not built yet raise
-NotImplementedError.
+The `fused_*` functions are casts, alone or inside the operation before them, as single kernels; `utils` holds the
+PyTorch references that define the bits of the casts, `testing` what tests and benchmarks share. Names that are listed
+here but not built yet raise NotImplementedError.
 """
 
 from . import testing, utils
@@ -71,18 +71,39 @@ from ._runtime import (
     set_pdl,
     set_tc_util,
 )
+from .fused_activation import (
+    fused_swiglu_backward_cast_to_fp8,
+    fused_swiglu_cast_to_fp8,
+    fused_swiglu_cast_to_fp8_masked,
+    fused_swiglu_cast_to_fp8_with_transpose,
+)
+from .fused_block_cast import (
+    fused_per_block_cast_to_fp8,
+    fused_per_channel_cast_to_fp8,
+    fused_per_token_cast_to_fp4,
+)
 from .fused_cast import fused_per_token_cast_to_fp8
-from .utils.layout import (
-    get_col_major_tma_aligned_tensor,
+from .fused_layout import (
     get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_mn_major_tma_aligned_tensor,
-    get_tma_aligned_size,
     transform_sf_into_required_layout,
 )
+from .fused_moe import (
+    fused_moe_combine,
+    fused_moe_combine_backward,
+    fused_moe_combine_backward_cast_to_fp8,
+    fused_moe_gather_cast_to_fp8,
+    fused_moe_route,
+    get_num_rows_for_contiguous_layout,
+)
+from .fused_norm import fused_rms_norm_backward, fused_rms_norm_cast_to_fp8
+from .fused_transpose_cast import fused_per_channel_cast_to_fp8_transposed, fused_per_token_and_channel_cast_to_fp8
+from .utils.layout import get_tma_aligned_size
 
 __version__ = "3.0.0"
 
+get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
 # What transformers looks up before utils.per_token_cast_to_fp8.
 per_token_cast_to_fp8 = fused_per_token_cast_to_fp8
 
@@ -114,7 +135,23 @@ __all__ = [
     "fp8_m_grouped_gemm_nt_masked",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
+    "fused_moe_combine",
+    "fused_moe_combine_backward",
+    "fused_moe_combine_backward_cast_to_fp8",
+    "fused_moe_gather_cast_to_fp8",
+    "fused_moe_route",
+    "fused_per_block_cast_to_fp8",
+    "fused_per_channel_cast_to_fp8",
+    "fused_per_channel_cast_to_fp8_transposed",
+    "fused_per_token_and_channel_cast_to_fp8",
+    "fused_per_token_cast_to_fp4",
     "fused_per_token_cast_to_fp8",
+    "fused_rms_norm_backward",
+    "fused_rms_norm_cast_to_fp8",
+    "fused_swiglu_backward_cast_to_fp8",
+    "fused_swiglu_cast_to_fp8",
+    "fused_swiglu_cast_to_fp8_masked",
+    "fused_swiglu_cast_to_fp8_with_transpose",
     "gemm_fp8_fp8_bf16_nt",
     "get_col_major_tma_aligned_tensor",
     "get_k_alignment_for_contiguous_layout",
@@ -123,6 +160,7 @@ __all__ = [
     "get_mk_alignment_for_contiguous_layout",
     "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
+    "get_num_rows_for_contiguous_layout",
     "get_num_sms",
     "get_paged_mqa_logits_metadata",
     "get_pdl",
