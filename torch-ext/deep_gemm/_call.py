@@ -100,6 +100,9 @@ class Planned:
         self.make, self.names = make, names
         self.plans: dict[tuple, Plan] = {}
 
+    def _name(self, tensor, tensors) -> str:
+        return next(name for name, other in zip(self.names, tensors) if other is tensor)
+
     def __call__(self, inputs: tuple, outputs: tuple, *options) -> tuple:
         tensors = inputs + outputs
         try:
@@ -127,9 +130,9 @@ class Planned:
                 name = self.names[pointers.index(0)]
                 raise ValueError(f"{name} has no memory: freed storage, or a wrapper such as functorch's")
         if plan.given:
-            for name, t in zip(self.names[len(inputs) :], outputs):
+            for t in outputs:
                 if t.requires_grad:
-                    raise ValueError(f"{name} requires grad, and what is written into it has none")
+                    raise ValueError(f"{self._name(t, tensors)} requires grad, and what is written into it has none")
             if pointers != plan.apart:
                 plan.check_overlap(self.names, tensors, pointers)
         if plan.launch is None or (plan.lazy_sign and any([tensors[i].is_neg() for i in plan.lazy_sign])):

@@ -46,7 +46,7 @@ def fused_per_token_cast_to_fp8(
     """
     if type(gran_k) is not int:  # 128.0 would find the plan of 128
         raise TypeError(f"gran_k must be an int, 32 or 128, got {gran_k!r}")
-    use_ue8m0, use_packed_ue8m0 = bool(use_ue8m0), bool(use_packed_ue8m0)
+    use_ue8m0, use_packed_ue8m0 = not not use_ue8m0, not not use_packed_ue8m0
     if is_traced(x):
         specs = _check(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
         out, out_sf = (spec.empty_like(x) if given is None else given for given, spec in zip((out, out_sf), specs))
@@ -111,15 +111,15 @@ class CastConfig:
     num_warps: int
 
 
-def cast_config(x_major: str, n: int) -> CastConfig:
+def cast_config(x_major: str, n: int, sf_mn_major: bool) -> CastConfig:
     """Tile and warps of the per-token cast, the same for every M, so that M never recompiles.
 
-    Sixteen elements a thread make one 16-byte store; few rows in a tile keep a single token's latency low, and narrow
-    rows share a tile.
+    Sixteen elements a thread make one 16-byte store; few rows in a tile keep a single token's latency low, narrow rows
+    share a tile, and MN-major scale factors want more of them, for longer runs of memory.
     """
     if x_major == "m":
         return CastConfig(64, 128, 8)
-    block_n = min(1024, max(128, 1 << (n - 1).bit_length()))
+    block_n = min(512 if sf_mn_major else 1024, max(128, 1 << (n - 1).bit_length()))
     return CastConfig(2048 // block_n, block_n, 4)
 
 
@@ -131,7 +131,7 @@ def bind_per_token_cast(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf) -> 
     # M is left out where it is not needed, so that it never recompiles a row-major cast.
     m_unit, n_unit = (math.gcd(16, m) if x_major == "m" else 1), math.gcd(16, n)
     sf_row_major = out_sf.shape[1] == 1 or out_sf.stride(1) == 1
-    config = cast_config(x_major, n)
+    config = cast_config(x_major, n, sf_mn_major=not sf_row_major and out_sf.stride(0) == 1)
     device = x.device.index if x.is_cuda else -1
     # With fp32 scale factors Inf meets a zero reciprocal and is NaN before the rounding.
     saturate = torch_saturates() or not use_ue8m0
