@@ -3,18 +3,12 @@
 Needs a CUDA GPU. Prints a table and merges its rows into <out>/<gpu>.json (form: common.py).
 """
 
-import argparse
-import sys
-import time
-import traceback
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from common import RESULTS, Results, copies, environment, load_kernel, print_table, rotated
-from common import eager_seconds, graph_seconds
+from common import copies, eager_seconds, graph_seconds, rotated, run
 
 RECIPES = {
     "group 32, packed UE8M0": dict(use_ue8m0=True, gran_k=32, use_packed_ue8m0=True),
@@ -142,30 +136,5 @@ def masked(kernel, results, quick):
 SECTIONS = (copy_share, masked, speedup)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats; marked as quick in the results")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of <gpu>.json (default: benchmarks/results)")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU")
-
-    torch.manual_seed(0)
-    kernel = load_kernel()
-    results, failed = Results("fused_activation", environment(kernel, args.quick), args.out), []
-    for section in SECTIONS:
-        start = time.perf_counter()
-        try:
-            section(kernel, results, args.quick)
-        except Exception:  # what the other sections measured is kept
-            traceback.print_exc()
-            failed.append(section.__name__)
-        results.save()
-        print(f"{section.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    print_table(results.rows)
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
-
-
 if __name__ == "__main__":
-    main()
+    run("fused_activation", SECTIONS, __doc__)

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from bench_fused_transpose_cast import COPY, HIDDEN, SHAPES, US, made, run
-from common import copies, eager_seconds, graph_seconds, rotated
+from bench_fused_transpose_cast import COPY, HIDDEN, SHAPES, US, made
+from common import copies, eager_seconds, graph_seconds, rotated, run
 
 NAMES = ("out", "out_sf", "out_t", "out_sf_t")
 
@@ -84,6 +84,7 @@ def against_separate_steps(kernel, results, quick):
 
 
 SECTIONS = (copy_share, against_separate_steps)
+
 
 if __name__ == "__main__":
     run("fused_block_cast", SECTIONS, __doc__)

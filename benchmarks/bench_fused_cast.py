@@ -4,7 +4,6 @@ Needs a CUDA GPU. Prints a table and merges its rows into <out>/<gpu>.json (form
 scripts/render_results.py makes README's table and plot.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -12,14 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from common import RESULTS, Results, copies, environment, load_kernel, print_table, rotated
-from common import eager_seconds, graph_seconds, host_seconds
+from common import copies, eager_seconds, graph_seconds, host_seconds, load_kernel, rotated, run
 
 RECIPES = {
     "group 32, packed UE8M0": dict(use_ue8m0=True, gran_k=32, use_packed_ue8m0=True),
@@ -180,34 +177,8 @@ def measure_first_call(recipe, sweep):
 SECTIONS = (copy_share, few_tokens, host_cost, speedup, layouts, first_call)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats; marked as quick in the results")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of <gpu>.json (default: benchmarks/results)")
-    parser.add_argument("--first-call", choices=RECIPES, help=argparse.SUPPRESS)
-    parser.add_argument("--sweep", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.first_call:
-        return measure_first_call(args.first_call, args.sweep)
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU")
-
-    torch.manual_seed(0)
-    kernel = load_kernel()
-    results, failed = Results("fused_cast", environment(kernel, args.quick), args.out), []
-    for section in SECTIONS:
-        start = time.perf_counter()
-        try:
-            section(kernel, results, args.quick)
-        except Exception:  # what the other sections measured is kept
-            traceback.print_exc()
-            failed.append(section.__name__)
-        results.save()
-        print(f"{section.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    print_table(results.rows)
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--first-call"]:
+        measure_first_call(sys.argv[2], sweep="--sweep" in sys.argv)
+    else:
+        run("fused_cast", SECTIONS, __doc__)

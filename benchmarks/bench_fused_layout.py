@@ -3,14 +3,11 @@
 Needs a CUDA GPU. Prints a table and merges its rows into <out>/<gpu>.json (form: common.py).
 """
 
-import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from common import RESULTS, Results, environment, load_kernel, print_table
-from common import eager_seconds, graph_seconds
+from common import eager_seconds, graph_seconds, run
 
 US = 1e6
 
@@ -37,19 +34,9 @@ def cases(kernel, quick):
         yield f"K-grouped, {len(ks)} groups, {len(sf)} x 7168 fp32 to packed UE8M0", fused, reference, arguments, None
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats; marked as quick in the results")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of <gpu>.json (default: benchmarks/results)")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU")
-
-    torch.manual_seed(0)
-    kernel = load_kernel()
-    results = Results("fused_layout", environment(kernel, args.quick), args.out)
-    repeats = 3 if args.quick else 7
-    for case, fused, reference, arguments, bar in cases(kernel, args.quick):
+def layouts(kernel, results, quick):
+    repeats = 3 if quick else 7
+    for case, fused, reference, arguments, bar in cases(kernel, quick):
         assert torch.equal(fused(*arguments), reference(*arguments)), case
         workloads = [partial(fused, *arguments)], [partial(reference, *arguments)]
         nbytes = 2 * arguments[0].nbytes
@@ -59,9 +46,10 @@ def main():
         eager, eager_reference = eager_seconds(*workloads, calls=100, repeats=repeats)
         results.add(f"{case}, in L2", "speedup over the reference (eager)", eager * US, "us", f"utils.{fused.__name__}",
                     eager_reference * US)
-    results.save()
-    print_table(results.rows)
+
+
+SECTIONS = (layouts,)
 
 
 if __name__ == "__main__":
-    main()
+    run("fused_layout", SECTIONS, __doc__)

@@ -12,6 +12,7 @@ A row holds
     bar             "<value|ratio> <<=|>=> <limit>", "(aim)" behind it where it is one, or null
 """
 
+import argparse
 import functools
 import gc
 import json
@@ -21,7 +22,9 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 import time
+import traceback
 from datetime import date
 from pathlib import Path
 
@@ -237,3 +240,29 @@ def print_table(rows):
         print("  ".join(text.ljust(width) for text, width in zip(line, widths)).rstrip())
     verdicts = [met(row) for row in rows]
     print(f"{verdicts.count(True)} bars met, {verdicts.count(False)} missed")
+
+
+def run(stem, sections, description):
+    """Command line of a bench_<stem>.py: each `section(kernel, results, quick)` adds rows, saved as they come."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats; marked as quick in the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of <gpu>.json (default: benchmarks/results)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+
+    torch.manual_seed(0)
+    kernel = load_kernel()
+    results, failed = Results(stem, environment(kernel, args.quick), args.out), []
+    for section in sections:
+        start = time.perf_counter()
+        try:
+            section(kernel, results, args.quick)
+        except Exception:  # what the other sections measured is kept
+            traceback.print_exc()
+            failed.append(section.__name__)
+        results.save()
+        print(f"{section.__name__}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    print_table(results.rows)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
