@@ -191,6 +191,15 @@ def test_given_outputs_count_as_modified():
         assert out_sf._version > versions[1]
 
 
+def test_config_fills_its_threads_whatever_the_width():
+    for n in [1, 31, 32, 127, 128, 129, 511, 512, 513, 1000, 1024, 7168, 2**33]:
+        for sf_mn_major in (False, True):
+            config = fused_cast.cast_config("n", n, sf_mn_major)
+            assert config.block_m * config.block_n == 16 * 32 * config.num_warps
+            assert config.block_n % 128 == 0 and config.block_n <= (512 if sf_mn_major else 1024)
+            assert config.block_n == 128 or config.block_n < 2 * n
+
+
 def test_outputs_that_require_grad_are_refused():
     x = distinct(5, 512)
     leaf = torch.full((5, 4), torch.nan, device=DEVICE, requires_grad=True)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -518,3 +519,30 @@ assert state() == before
 assert not torch.cuda.is_initialized()
 """
     finish(run(code))
+
+
+# What launches directly
+
+
+def _compiled(**attributes):
+    launcher = types.SimpleNamespace(launch=print, arg_annotations=(), kernel_signature=b"", **attributes)
+    return types.SimpleNamespace(run=launcher, function=1, packed_metadata=())
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.9"])
+def test_kernels_that_need_more_take_the_ordinary_launch(version, monkeypatch):
+    monkeypatch.setattr(launching, "_VERSION", version)
+    assert launching._c_entry(_compiled()) is not None
+    assert launching._c_entry(None) is None
+    for need in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan_enabled"):
+        assert launching._c_entry(_compiled(**{need: 1})) is None, need
+
+
+def test_other_internals_take_the_ordinary_launch(monkeypatch):
+    for version, missing in (("3.6", "launch"), ("3.8", "launch"), ("3.8", "arg_annotations"), ("3.8", "kernel_signature")):
+        monkeypatch.setattr(launching, "_VERSION", version)
+        compiled = _compiled()
+        delattr(compiled.run, missing)
+        assert launching._c_entry(compiled) is None, (version, missing)
+    monkeypatch.setattr(launching, "_VERSION", "4.0")
+    assert launching._c_entry(_compiled()) is None
