@@ -534,12 +534,13 @@ def test_kernels_that_need_more_take_the_ordinary_launch(version, monkeypatch):
     monkeypatch.setattr(launching, "_VERSION", version)
     assert launching._c_entry(_compiled()) is not None
     assert launching._c_entry(None) is None
-    for need in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan_enabled"):
+    scratch, modes = ("global_scratch_size", "profile_scratch_size"), ("launch_cooperative_grid", "launch_pdl")
+    for need in (*scratch, *modes, "gsan_enabled"):
         assert launching._c_entry(_compiled(**{need: 1})) is None, need
 
 
 def test_other_internals_take_the_ordinary_launch(monkeypatch):
-    for version, missing in (("3.6", "launch"), ("3.8", "launch"), ("3.8", "arg_annotations"), ("3.8", "kernel_signature")):
+    for version, missing in (("3.6", "launch"), *(("3.8", m) for m in ("launch", "arg_annotations", "kernel_signature"))):
         monkeypatch.setattr(launching, "_VERSION", version)
         compiled = _compiled()
         delattr(compiled.run, missing)
