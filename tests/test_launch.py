@@ -540,7 +540,8 @@ def test_kernels_that_need_more_take_the_ordinary_launch(version, monkeypatch):
 
 
 def test_other_internals_take_the_ordinary_launch(monkeypatch):
-    for version, missing in (("3.6", "launch"), *(("3.8", m) for m in ("launch", "arg_annotations", "kernel_signature"))):
+    newer = ("launch", "arg_annotations", "kernel_signature")
+    for version, missing in (("3.6", "launch"), *(("3.8", name) for name in newer)):
         monkeypatch.setattr(launching, "_VERSION", version)
         compiled = _compiled()
         delattr(compiled.run, missing)

@@ -103,6 +103,11 @@ class Planned:
     def _name(self, tensor, tensors) -> str:
         return next(name for name, other in zip(self.names, tensors) if other is tensor)
 
+    def _check_memory(self, tensors, pointers):
+        for name, tensor, pointer in zip(self.names, tensors, pointers):
+            if not pointer and tensor.numel() and not tensor.is_meta:
+                raise ValueError(f"{name} has no memory: freed storage, or a wrapper such as functorch's")
+
     def __call__(self, inputs: tuple, outputs: tuple, *options) -> tuple:
         tensors = inputs + outputs
         try:
@@ -127,8 +132,7 @@ class Planned:
         else:
             pointers = tuple(map(_pointer, tensors))
             if 0 in pointers:
-                name = self.names[pointers.index(0)]
-                raise ValueError(f"{name} has no memory: freed storage, or a wrapper such as functorch's")
+                self._check_memory(tensors, pointers)
         if plan.given:
             for t in outputs:
                 if t.requires_grad:
