@@ -135,6 +135,25 @@ def test_subclass_goes_through_the_op():
     assert_same([t.b for t in result], reference(b, *FLOAT))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: deep_gemm.fused_per_token_cast_to_fp4(x, False),
+        lambda x: deep_gemm.fused_per_block_cast_to_fp8(x, False),
+        lambda x: deep_gemm.fused_swiglu_cast_to_fp8(x, False),
+        lambda x: deep_gemm.fused_rms_norm_cast_to_fp8(x, torch.ones_like(x[0]), 1e-6, False)[:2],
+    ],
+    ids=["fp4", "block", "swiglu", "rms_norm"],
+)
+def test_subclass_goes_through_every_op(function):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    a, b = distinct(128, 512), distinct(128, 512, seed=1)
+    result = function(TwoTensor(a, b))
+    assert_same([t.a for t in result], function(a))
+    assert_same([t.b for t in result], function(b))
+
+
 # Plans
 
 

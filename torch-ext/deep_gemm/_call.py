@@ -10,6 +10,7 @@ from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from ._memory import extent, overlap, overlaps_itself
+from .utils.math import ceil_div
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _Tensor = torch.Tensor
@@ -52,6 +53,16 @@ class Spec(NamedTuple):
         if self.stride is None:
             return x.new_empty(self.shape, dtype=self.dtype)
         return x.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+def allocate(outputs, specs, x: torch.Tensor) -> tuple:
+    """The outputs of a traced call, made like x where none is given; a spec of None is an output that is not wanted."""
+    return tuple([spec and (spec.empty_like(x) if out is None else out) for out, spec in zip(outputs, specs)])
+
+
+def placeholders(outputs, specs) -> tuple:
+    """The outputs, and tensors without memory where none is given, for code that asks for strides alone."""
+    return tuple([spec and (spec.empty("meta") if out is None else out) for out, spec in zip(outputs, specs)])
 
 
 class Plan:
@@ -177,3 +188,29 @@ def check_output(name: str, tensor, x: torch.Tensor, spec: Spec) -> None:
     # A tracer cannot follow the search for overlaps; the op it records repeats all checks.
     if tensor.layout is not torch.strided or (not is_compiling() and overlaps_itself(tensor)):
         raise ValueError(f"{name} must have memory of its own for each element, got strides {tensor.stride()}")
+
+
+def check_outputs(names, outputs, x: torch.Tensor, specs):
+    """`check_output` of each; the specs."""
+    for name, output, spec in zip(names, outputs, specs):
+        check_output(name, output, x, spec)
+    return specs
+
+
+def check_gran_k(gran_k) -> None:
+    """Refuse group sizes that no kernel has."""
+    if gran_k not in (32, 128):
+        raise ValueError(f"gran_k must be 32 or 128, got {gran_k!r}")
+
+
+def sf_spec(rows: tuple[int, ...], columns: int, use_ue8m0, gran_k, use_packed_ue8m0) -> Spec:
+    """Scale factors of rows, or of a batch of them, in groups of `gran_k` columns; refuses recipes that have none."""
+    check_gran_k(gran_k)
+    groups = ceil_div(columns, gran_k)
+    if not use_packed_ue8m0:
+        return Spec((*rows, groups), torch.float32)
+    if not use_ue8m0:
+        raise ValueError("use_packed_ue8m0 needs use_ue8m0=True: only powers of two pack into UE8M0 bytes")
+    if groups % 4:
+        raise ValueError(f"use_packed_ue8m0 needs a multiple of 4 groups of {gran_k} columns, got {groups}")
+    return Spec((*rows, groups // 4), torch.int32)

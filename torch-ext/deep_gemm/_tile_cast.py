@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ._call import Plan, Planned, Spec, check_matrix, check_output, is_traced, served_by_triton
+from ._call import (
+    Plan,
+    Planned,
+    Spec,
+    allocate,
+    check_gran_k,
+    check_matrix,
+    check_outputs,
+    is_traced,
+    placeholders,
+    served_by_triton,
+)
 from ._ops import add_op_namespace_prefix, ops
 from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, torch_saturates
 from ._tiles import layout, tile_pointers
@@ -34,7 +45,7 @@ class TileCast:
     def __call__(self, x, ks, outputs, *options):
         if is_traced(x):
             specs = self._check(x, ks, outputs, *options)
-            made = tuple(spec.empty(x.device) if out is None else out for out, spec in zip(outputs, specs))
+            made = allocate(outputs, specs, x)
             places = made if self.rows and self.columns else (*made, None, None) if self.rows else (None, None, *made)
             ops.tile_cast(x.detach(), ks, self.rows, self.columns, *options, *places)
             return made
@@ -48,8 +59,7 @@ class TileCast:
     def _check(self, x, ks, outputs, use_ue8m0, gran_k, mn_major_sf, alignment) -> tuple[Spec, ...]:
         """Refuse what types, dtypes, shapes and strides say is wrong; what the outputs are to be."""
         check_matrix("x", x, torch.bfloat16, torch.float16, torch.float32)
-        if gran_k not in (32, 128):
-            raise ValueError(f"gran_k must be 32 or 128, got {gran_k!r}")
+        check_gran_k(gran_k)
         if ks is not None:
             _check_ks(x, ks, alignment)
         m, n = x.shape
@@ -68,8 +78,7 @@ class TileCast:
             transposed = Spec((n, m), torch.float8_e4m3fn, (align(m, 16), 1))
             sf_shape = _sf_shape(self.columns, m, n, gran_k)[::-1]
             specs += [transposed, _sf_spec(sf_shape, mn_major_sf and self.columns == "channel")]
-        for name, out, spec in zip(self.names, outputs, specs):
-            check_output(name, out, x, spec)
+        check_outputs(self.names, outputs, x, specs)
         if ks is not None and self.columns and outputs[-2] is not None and not outputs[-2].is_contiguous():
             raise ValueError(f"{self.names[-2]} must be contiguous, got stride {outputs[-2].stride()}")
         return tuple(specs)
@@ -80,8 +89,7 @@ class TileCast:
         use_ue8m0, gran_k, _, alignment = options
         empty, launch = x.numel() == 0, None
         if not empty and served_by_triton(x.device):
-            # Only their strides matter here.
-            made = [spec.empty("meta") if out is None else out for out, spec in zip(outputs, specs)]
+            made = placeholders(outputs, specs)
             launch = bind_tile_cast(x, ks, self.rows, self.columns, made, use_ue8m0, gran_k, alignment)
 
         def reference(x, ks=None):

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ._call import Plan, Planned, Spec, check_output, is_traced, served_by_triton
+from ._call import (
+    Plan,
+    Planned,
+    Spec,
+    allocate,
+    check_gran_k,
+    check_outputs,
+    is_traced,
+    placeholders,
+    served_by_triton,
+    sf_spec,
+)
 from ._ops import add_op_namespace_prefix, ops
 from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, torch_saturates
 from ._tiles import layout, tile_pointers
@@ -50,7 +61,7 @@ def fused_swiglu_cast_to_fp8(
     """
     options = (use_ue8m0, gran_k, use_packed_ue8m0, limit)
     if is_traced(x):
-        outputs = _allocate(_check_forward(x, weight, grouped_layout, (out, out_sf), *options), (out, out_sf), x)
+        outputs = allocate((out, out_sf), _check_forward(x, weight, grouped_layout, (out, out_sf), *options), x)
         ops.fused_swiglu_cast_to_fp8(x.detach(), _detach(weight), grouped_layout, *options, *outputs)
         return outputs
     return _forward((x, weight, grouped_layout), (out, out_sf), *options)
@@ -83,7 +94,7 @@ def fused_swiglu_cast_to_fp8_masked(
     """
     options = (use_ue8m0, gran_k, use_packed_ue8m0, limit)
     if is_traced(x):
-        outputs = _allocate(_check_masked(x, weight, masked_m, (out, out_sf), *options), (out, out_sf), x)
+        outputs = allocate((out, out_sf), _check_masked(x, weight, masked_m, (out, out_sf), *options), x)
         ops.fused_swiglu_cast_to_fp8_masked(x.detach(), _detach(weight), masked_m, *options, *outputs)
         return outputs
     return _masked((x, weight, masked_m), (out, out_sf), *options)
@@ -115,7 +126,7 @@ def fused_swiglu_cast_to_fp8_with_transpose(
     """
     options, given = (use_ue8m0, gran_k, use_packed_ue8m0, limit), (out, out_sf, out_t, out_sf_t)
     if is_traced(x):
-        made = _allocate(_check_with_transpose(x, weight, grouped_layout, given, *options), given, x)
+        made = allocate(given, _check_with_transpose(x, weight, grouped_layout, given, *options), x)
         ops.fused_swiglu_cast_to_fp8_with_transpose(x.detach(), _detach(weight), grouped_layout, *options, *made)
     else:
         made = _with_transpose((x, weight, grouped_layout), given, *options)
@@ -162,7 +173,7 @@ def fused_swiglu_backward_cast_to_fp8(
     elif dweight is not None:
         raise ValueError("dweight needs weight: without one there is no gradient of it")
     if is_traced(x):
-        made = _allocate(_check_backward(dy, x, weight, grouped_layout, given, *options), given, x)
+        made = allocate(given, _check_backward(dy, x, weight, grouped_layout, given, *options), x)
         inputs = dy.detach(), x.detach(), _detach(weight), grouped_layout
         ops.fused_swiglu_backward_cast_to_fp8(*inputs, *options, *(made + (None,) * 3)[:7])
     else:
@@ -303,10 +314,6 @@ def _(*args, **kwargs):
     return None
 
 
-def _allocate(specs, given, x):
-    return tuple(spec.empty(x.device) if out is None else out for out, spec in zip(given, specs))
-
-
 def _detach(tensor):
     return None if tensor is None else tensor.detach()
 
@@ -318,6 +325,9 @@ class _Zeros(Spec):
 
     def empty(self, device):
         return super().empty(device).zero_()
+
+    def empty_like(self, x):
+        return super().empty_like(x).zero_()
 
 
 def _check_input(name, tensor, dims, *dtypes):
@@ -344,8 +354,7 @@ def _check_x(x, dims, weight, gran_k, limit):
     _check_input("x", x, dims, torch.bfloat16, torch.float16, torch.float32)
     if x.shape[-1] % 2:
         raise ValueError(f"x must have an even number of columns, gate | up, got shape {tuple(x.shape)}")
-    if gran_k not in (32, 128):
-        raise ValueError(f"gran_k must be 32 or 128, got {gran_k!r}")
+    check_gran_k(gran_k)
     if limit is not None:
         if not isinstance(limit, (int, float)) or isinstance(limit, bool):
             raise TypeError(f"limit must be a number or None, got {type(limit).__name__}")
@@ -355,32 +364,14 @@ def _check_x(x, dims, weight, gran_k, limit):
         _check_beside("weight", weight, x, x.shape[:-1], torch.float32)
 
 
-def _sf_spec(rows, columns, use_ue8m0, gran_k, use_packed_ue8m0, what):
-    """Scale factors of a matrix, or of a batch of them, in groups of `gran_k` columns."""
-    groups = ceil_div(columns, gran_k)
-    if not use_packed_ue8m0:
-        return Spec((*rows, groups), torch.float32)
-    if not use_ue8m0:
-        raise ValueError("use_packed_ue8m0 needs use_ue8m0=True: only powers of two pack into UE8M0 bytes")
-    if groups % 4:
-        raise ValueError(f"use_packed_ue8m0 needs a multiple of 4 groups, {what} has {groups} of {gran_k}")
-    return Spec((*rows, groups // 4), torch.int32)
-
-
 def _cast_specs(m, n, *recipe):
     """Both orientations of `[m, n]`; TMA reads rows that start at multiples of 16 bytes."""
     return (
         Spec((m, n), torch.float8_e4m3fn),
-        _sf_spec((m,), n, *recipe, "a row"),
+        sf_spec((m,), n, *recipe),
         Spec((n, m), torch.float8_e4m3fn, (align(m, 16), 1)),
-        _sf_spec((n,), m, *recipe, "a column"),
+        sf_spec((n,), m, *recipe),
     )
-
-
-def _check_outputs(names, outputs, x, specs):
-    for name, out, spec in zip(names, outputs, specs):
-        check_output(name, out, x, spec)
-    return specs
 
 
 _NAMES = ("out", "out_sf", "out_t", "out_sf_t", "dweight", "partial", "arrived")
@@ -391,8 +382,8 @@ def _check_forward(x, weight, grouped_layout, outputs, use_ue8m0, gran_k, use_pa
     m, h = x.shape[0], x.shape[1] // 2
     if grouped_layout is not None:
         _check_beside("grouped_layout", grouped_layout, x, (m,), torch.int32)
-    return _check_outputs(_NAMES, outputs, x, _cast_specs(m, h, use_ue8m0, gran_k, False)[:1] + (
-        _sf_spec((m,), h, use_ue8m0, gran_k, use_packed_ue8m0, "a row"),
+    return check_outputs(_NAMES, outputs, x, _cast_specs(m, h, use_ue8m0, gran_k, False)[:1] + (
+        sf_spec((m,), h, use_ue8m0, gran_k, use_packed_ue8m0),
     ))  # fmt: skip
 
 
@@ -402,14 +393,14 @@ def _check_masked(x, weight, masked_m, outputs, use_ue8m0, gran_k, use_packed_ue
     _check_beside("masked_m", masked_m, x, (e,), torch.int32)
     if e > 65535:
         raise ValueError(f"x must have at most 65535 experts, got {e}")
-    sf = _sf_spec((e, t), h, use_ue8m0, gran_k, use_packed_ue8m0, "a row")
-    return _check_outputs(_NAMES, outputs, x, (Spec((e, t, h), torch.float8_e4m3fn), sf))
+    sf = sf_spec((e, t), h, use_ue8m0, gran_k, use_packed_ue8m0)
+    return check_outputs(_NAMES, outputs, x, (Spec((e, t, h), torch.float8_e4m3fn), sf))
 
 
 def _check_with_transpose(x, weight, grouped_layout, outputs, use_ue8m0, gran_k, use_packed_ue8m0, limit):
     _check_forward(x, weight, grouped_layout, (), use_ue8m0, gran_k, use_packed_ue8m0, limit)
     specs = _cast_specs(x.shape[0], x.shape[1] // 2, use_ue8m0, gran_k, use_packed_ue8m0)
-    return _check_outputs(_NAMES, outputs, x, specs)
+    return check_outputs(_NAMES, outputs, x, specs)
 
 
 def _check_backward(dy, x, weight, grouped_layout, outputs, use_ue8m0, gran_k, use_packed_ue8m0, limit):
@@ -426,7 +417,7 @@ def _check_backward(dy, x, weight, grouped_layout, outputs, use_ue8m0, gran_k, u
             Spec((ceil_div(h, config.block_n), m), torch.float32),
             _Zeros((ceil_div(m, config.block_m),), torch.int32),
         )
-    return _check_outputs(_NAMES, outputs, x, specs)
+    return check_outputs(_NAMES, outputs, x, specs)
 
 
 def _planner(check, bind, reference):
@@ -436,9 +427,7 @@ def _planner(check, bind, reference):
         # dweight is 0, not empty, where H is.
         empty, launch = not any(math.prod(spec.shape) for spec in specs), None
         if inputs[0].numel() and served_by_triton(device):
-            # Only their strides matter here.
-            made = tuple(spec.empty("meta") if out is None else out for out, spec in zip(outputs, specs))
-            launch = bind(inputs, made, *options)
+            launch = bind(inputs, placeholders(outputs, specs), *options)
         return Plan(inputs, outputs, specs, launch, lambda *tensors: reference(*tensors, *options), empty)
 
     return make

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ._call import Plan, Planned, Spec, check_matrix, check_output, is_traced, served_by_triton
+from ._call import (
+    Plan,
+    Planned,
+    Spec,
+    allocate,
+    check_matrix,
+    check_outputs,
+    is_traced,
+    placeholders,
+    served_by_triton,
+    sf_spec,
+)
 from ._ops import add_op_namespace_prefix, ops
 from ._quant import converts_in_hardware, group_sf, max_abs_bits, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
 from ._tiles import layout, tile_pointers
@@ -49,7 +60,7 @@ def fused_per_token_cast_to_fp8(
     use_ue8m0, use_packed_ue8m0 = not not use_ue8m0, not not use_packed_ue8m0
     if is_traced(x):
         specs = _check(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
-        out, out_sf = (spec.empty_like(x) if given is None else given for given, spec in zip((out, out_sf), specs))
+        out, out_sf = allocate((out, out_sf), specs, x)
         # As bytes, for torch compares no e4m3 tensors when opcheck asks it to.
         ops.fused_per_token_cast_to_fp8(
             x.detach(), use_ue8m0, gran_k, use_packed_ue8m0, out.view(torch.uint8), out_sf
@@ -73,21 +84,9 @@ def _(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf):
 def _check(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf) -> tuple[Spec, Spec]:
     """Refuse what types, dtypes, shapes and strides say is wrong; what `out` and `out_sf` are to be."""
     check_matrix("x", x, torch.bfloat16, torch.float16, torch.float32)
-    if gran_k not in (32, 128):
-        raise ValueError(f"gran_k must be 32 or 128, got {gran_k!r}")
     m, n = x.shape
-    groups = ceil_div(n, gran_k)
-    if use_packed_ue8m0 and not use_ue8m0:
-        raise ValueError("use_packed_ue8m0 needs use_ue8m0=True: only powers of two pack into UE8M0 bytes")
-    if use_packed_ue8m0 and groups % 4:
-        raise ValueError(f"use_packed_ue8m0 needs a multiple of 4 groups a row, x has {groups} of {gran_k} columns")
-    specs = (
-        Spec((m, n), torch.float8_e4m3fn),
-        Spec((m, groups // 4), torch.int32) if use_packed_ue8m0 else Spec((m, groups), torch.float32),
-    )
-    check_output("out", out, x, specs[0])
-    check_output("out_sf", out_sf, x, specs[1])
-    return specs
+    specs = (Spec((m, n), torch.float8_e4m3fn), sf_spec((m,), n, use_ue8m0, gran_k, use_packed_ue8m0))
+    return check_outputs(("out", "out_sf"), (out, out_sf), x, specs)
 
 
 def _make_plan(inputs, outputs, *recipe) -> Plan:
@@ -95,9 +94,7 @@ def _make_plan(inputs, outputs, *recipe) -> Plan:
     specs = _check(x, *recipe, *outputs)
     empty, launch = x.numel() == 0, None
     if not empty and served_by_triton(x.device):
-        # Only their strides matter here.
-        out, out_sf = (spec.empty("meta") if given is None else given for given, spec in zip(outputs, specs))
-        launch = bind_per_token_cast(x, *recipe, out, out_sf)
+        launch = bind_per_token_cast(x, *recipe, *placeholders(outputs, specs))
     return Plan(inputs, outputs, specs, launch, lambda x: per_token_cast_to_fp8(x, *recipe), empty)
 
 

@@ -19,7 +19,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ._call import Plan, Planned, Spec, check_matrix, check_output, is_traced, served_by_triton
+from ._call import (
+    Plan,
+    Planned,
+    Spec,
+    allocate,
+    check_matrix,
+    check_output,
+    check_outputs,
+    is_traced,
+    placeholders,
+    served_by_triton,
+    sf_spec,
+)
 from ._ops import add_op_namespace_prefix, ops
 from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, torch_saturates
 from ._runtime import get_mk_alignment_for_contiguous_layout
@@ -67,7 +79,7 @@ def fused_moe_route(
         alignment = get_mk_alignment_for_contiguous_layout()
     if is_traced(topk_ids):
         specs = _check_route(topk_ids, num_experts, alignment)
-        grouped_layout, row_map = (spec.empty(topk_ids.device) for spec in specs)
+        grouped_layout, row_map = allocate((None, None), specs, topk_ids)
         ops.fused_moe_route(topk_ids, num_experts, alignment, grouped_layout, row_map)
         return grouped_layout, row_map
     return _route((topk_ids,), (None, None), num_experts, alignment)
@@ -102,7 +114,7 @@ def fused_moe_gather_cast_to_fp8(
     """
     if is_traced(x):
         specs = _check_gather_cast(x, row_map, num_rows, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf)
-        out, out_sf = _allocate(x, (out, out_sf), specs)
+        out, out_sf = allocate((out, out_sf), specs, x)
         recipe = (use_ue8m0, gran_k, use_packed_ue8m0)
         ops.fused_moe_gather_cast_to_fp8(x.detach(), row_map, num_rows, *recipe, out, out_sf)
         return out, out_sf
@@ -133,7 +145,7 @@ def fused_moe_combine(
     """
     if is_traced(y):
         specs = _check_combine(y, row_map, topk_weights, out)
-        (out,) = _allocate(y, (out,), specs)
+        (out,) = allocate((out,), specs, y)
         ops.fused_moe_combine(y.detach(), row_map, None if topk_weights is None else topk_weights.detach(), out)
         return out
     return _run_combine(y, row_map, topk_weights, out)
@@ -165,7 +177,7 @@ def fused_moe_combine_backward(
     """
     if is_traced(dout):
         specs = _check_combine_backward(dout, y, row_map, topk_weights, out, out_dweights)
-        out, out_dweights = _allocate(dout, (out, out_dweights), specs)
+        out, out_dweights = allocate((out, out_dweights), specs, dout)
         ops.fused_moe_combine_backward(dout.detach(), y.detach(), row_map, topk_weights.detach(), out, out_dweights)
         return out, out_dweights
     return _run_backward(dout, y, row_map, topk_weights, out, out_dweights)
@@ -201,16 +213,12 @@ def fused_moe_combine_backward_cast_to_fp8(
     recipe = (use_ue8m0, gran_k, use_packed_ue8m0)
     if is_traced(dout):
         specs = _check_combine_backward_cast(dout, y, row_map, topk_weights, *recipe, out, out_sf, out_dweights)
-        out, out_sf, out_dweights = _allocate(dout, (out, out_sf, out_dweights), specs)
+        out, out_sf, out_dweights = allocate((out, out_sf, out_dweights), specs, dout)
         ops.fused_moe_combine_backward_cast_to_fp8(
             dout.detach(), y.detach(), row_map, topk_weights.detach(), *recipe, out, out_sf, out_dweights
         )
         return out, out_sf, out_dweights
     return _run_backward_cast(dout, y, row_map, topk_weights, *recipe, out, out_sf, out_dweights)
-
-
-def _allocate(x, outputs, specs):
-    return [spec.empty(x.device) if given is None else given for given, spec in zip(outputs, specs)]
 
 
 def _run_combine(y, row_map, topk_weights, out):
@@ -350,22 +358,8 @@ def _check_weights(topk_weights, row_map):
     _check_device("topk_weights", topk_weights, row_map)
 
 
-def _cast_specs(m, n, use_ue8m0, gran_k, use_packed_ue8m0):
-    if gran_k not in (32, 128):
-        raise ValueError(f"gran_k must be 32 or 128, got {gran_k!r}")
-    groups = ceil_div(n, gran_k)
-    if use_packed_ue8m0 and not use_ue8m0:
-        raise ValueError("use_packed_ue8m0 needs use_ue8m0=True: only powers of two pack into UE8M0 bytes")
-    if use_packed_ue8m0 and groups % 4:
-        raise ValueError(f"use_packed_ue8m0 needs a multiple of 4 groups a row, got {groups} of {gran_k} columns")
-    sf = Spec((m, groups // 4), torch.int32) if use_packed_ue8m0 else Spec((m, groups), torch.float32)
-    return Spec((m, n), torch.float8_e4m3fn), sf
-
-
-def _check_outputs(names, outputs, like, specs):
-    for name, output, spec in zip(names, outputs, specs):
-        check_output(name, output, like, spec)
-    return specs
+def _cast_specs(m, n, *recipe):
+    return Spec((m, n), torch.float8_e4m3fn), sf_spec((m,), n, *recipe)
 
 
 def _check_gather_cast(x, row_map, num_rows, use_ue8m0, gran_k, use_packed_ue8m0, *outputs):
@@ -374,7 +368,7 @@ def _check_gather_cast(x, row_map, num_rows, use_ue8m0, gran_k, use_packed_ue8m0
     if num_rows < 0:
         raise ValueError(f"num_rows must not be negative, got {num_rows}")
     specs = _cast_specs(num_rows, x.shape[1], use_ue8m0, gran_k, use_packed_ue8m0)
-    return _check_outputs(("out", "out_sf"), outputs, x, specs)
+    return check_outputs(("out", "out_sf"), outputs, x, specs)
 
 
 def _check_combine(y, row_map, topk_weights, *outputs):
@@ -382,7 +376,7 @@ def _check_combine(y, row_map, topk_weights, *outputs):
     _check_row_map(row_map, None, y)
     if topk_weights is not None:
         _check_weights(topk_weights, row_map)
-    return _check_outputs(("out",), outputs, y, (Spec((row_map.shape[0], y.shape[1]), y.dtype),))
+    return check_outputs(("out",), outputs, y, (Spec((row_map.shape[0], y.shape[1]), y.dtype),))
 
 
 def _check_backward_inputs(dout, y, row_map, topk_weights):
@@ -398,14 +392,14 @@ def _check_backward_inputs(dout, y, row_map, topk_weights):
 def _check_combine_backward(dout, y, row_map, topk_weights, *outputs):
     _check_backward_inputs(dout, y, row_map, topk_weights)
     specs = (Spec(tuple(y.shape), y.dtype), Spec(tuple(row_map.shape), torch.float32))
-    return _check_outputs(("out", "out_dweights"), outputs, dout, specs)
+    return check_outputs(("out", "out_dweights"), outputs, dout, specs)
 
 
 def _check_combine_backward_cast(dout, y, row_map, topk_weights, use_ue8m0, gran_k, use_packed_ue8m0, *outputs):
     _check_backward_inputs(dout, y, row_map, topk_weights)
     specs = _cast_specs(*y.shape, use_ue8m0, gran_k, use_packed_ue8m0)
     specs += (Spec(tuple(row_map.shape), torch.float32),)
-    return _check_outputs(("out", "out_sf", "out_dweights"), outputs, dout, specs)
+    return check_outputs(("out", "out_sf", "out_dweights"), outputs, dout, specs)
 
 
 def route_reference(topk_ids, num_experts, alignment):
@@ -488,7 +482,7 @@ def _make_gather_cast(inputs, outputs, num_rows, *recipe) -> Plan:
     specs = _check_gather_cast(*inputs, num_rows, *recipe, *outputs)
     empty, launch = x.numel() == 0 or row_map.numel() == 0, None
     if not empty and served_by_triton(x.device):
-        launch = bind_gather_cast(x, row_map, num_rows, *recipe, *_allocate(_META, outputs, specs))
+        launch = bind_gather_cast(x, row_map, num_rows, *recipe, *placeholders(outputs, specs))
     return Plan(inputs, outputs, specs, launch, lambda *args: gather_cast_reference(*args, num_rows, *recipe), empty)
 
 
@@ -497,7 +491,7 @@ def _make_combine(inputs, outputs, weighted) -> Plan:
     specs = _check_combine(y, row_map, topk_weights if weighted else None, *outputs)
     empty, launch = row_map.shape[0] == 0 or y.shape[1] == 0, None
     if not empty and served_by_triton(y.device):
-        launch = bind_combine(*inputs, weighted, *_allocate(_META, outputs, specs))
+        launch = bind_combine(*inputs, weighted, *placeholders(outputs, specs))
 
     def combine(y, row_map, topk_weights):
         return (combine_reference(y, row_map, topk_weights if weighted else None),)
@@ -510,7 +504,7 @@ def _make_combine_backward(inputs, outputs) -> Plan:
     specs = _check_combine_backward(*inputs[:4], *outputs)
     empty, launch = row_map.numel() == 0, None
     if not empty and served_by_triton(y.device):
-        launch = bind_combine_backward(*inputs[:4], *_allocate(_META, outputs, specs))
+        launch = bind_combine_backward(*inputs[:4], *placeholders(outputs, specs))
     return Plan(inputs, outputs, specs, launch, lambda *args: combine_backward_reference(*args[:4]), empty)
 
 
@@ -519,7 +513,7 @@ def _make_combine_backward_cast(inputs, outputs, *recipe) -> Plan:
     specs = _check_combine_backward_cast(*inputs, *recipe, out, out_sf, out_dweights)
     empty, launch = inputs[2].numel() == 0, None
     if not empty and served_by_triton(inputs[0].device):
-        out, out_sf, out_dweights = _allocate(_META, (out, out_sf, out_dweights), specs)
+        out, out_sf, out_dweights = placeholders((out, out_sf, out_dweights), specs)
         launch = bind_combine_backward(*inputs, out, out_dweights, out_sf, recipe)
 
     def backward(*inputs):
@@ -528,9 +522,6 @@ def _make_combine_backward_cast(inputs, outputs, *recipe) -> Plan:
 
     return Plan(inputs, outputs, (specs[1], specs[0], specs[2]), launch, backward, empty)
 
-
-# Where only the strides of outputs matter.
-_META = torch.empty(0, device="meta")
 
 _route = Planned(_make_route, ("topk_ids", "grouped_layout", "row_map"))
 _gather_cast = Planned(_make_gather_cast, ("x", "row_map", "out", "out_sf"))

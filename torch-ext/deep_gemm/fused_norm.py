@@ -15,7 +15,18 @@ from typing import NamedTuple
 
 import torch
 
-from ._call import Plan, Planned, Spec, check_matrix, check_output, is_traced, served_by_triton
+from ._call import (
+    Plan,
+    Planned,
+    Spec,
+    allocate,
+    check_matrix,
+    check_output,
+    is_traced,
+    placeholders,
+    served_by_triton,
+    sf_spec,
+)
 from ._ops import add_op_namespace_prefix, ops
 from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
 from ._tiles import layout, tile_pointers
@@ -150,7 +161,7 @@ def fused_rms_norm_cast_to_fp8(
     recipe = (eps, use_ue8m0, gran_k, use_packed_ue8m0)
     if is_traced(x) or is_traced(weight):
         specs = _check_forward(wanted, inputs, outputs, *recipe)
-        outputs = [spec and (spec.empty(x.device) if given is None else given) for given, spec in zip(outputs, specs)]
+        outputs = allocate(outputs, specs, x)
         ops.fused_rms_norm_cast_to_fp8(*(t if t is None else t.detach() for t in inputs), *recipe, *outputs)
         return RMSNormCast(*outputs)
     return _run_forward(wanted, inputs, outputs, recipe)
@@ -206,16 +217,9 @@ def _check_forward(wanted, inputs, outputs, eps, use_ue8m0, gran_k, use_packed_u
         _check_like("residual", residual, x, (m, n), x.dtype)
     if not isinstance(eps, (int, float)):
         raise TypeError(f"eps must be a number, got {type(eps).__name__}")
-    if gran_k not in (32, 128):
-        raise ValueError(f"gran_k must be 32 or 128, got {gran_k!r}")
-    groups = ceil_div(n, gran_k)
-    if use_packed_ue8m0 and not use_ue8m0:
-        raise ValueError("use_packed_ue8m0 needs use_ue8m0=True: only powers of two pack into UE8M0 bytes")
-    if use_packed_ue8m0 and groups % 4:
-        raise ValueError(f"use_packed_ue8m0 needs a multiple of 4 groups a row, x has {groups} of {gran_k} columns")
     specs = [
         Spec((m, n), torch.float8_e4m3fn),
-        Spec((m, groups // 4), torch.int32) if use_packed_ue8m0 else Spec((m, groups), torch.float32),
+        sf_spec((m,), n, use_ue8m0, gran_k, use_packed_ue8m0),
         Spec((m, n), x.dtype) if residual is not None else None,
         Spec((m, n), x.dtype) if norm else None,
         Spec((m,), torch.float32) if rstd else None,
@@ -251,9 +255,7 @@ def _plan_forward(wanted, slots, inputs, given, *recipe) -> Plan:
     if empty and any(wanted[1:]):
         empty = False  # 0 columns still have an rstd, and 0 rows none: the reference knows
     elif not empty and served_by_triton(x.device):
-        # Only their strides matter here.
-        outputs = [spec and (spec.empty("meta") if out is None else out) for out, spec in zip(outputs, specs)]
-        launch = _bind_forward(inputs, outputs, slots, *recipe)
+        launch = _bind_forward(inputs, placeholders(outputs, specs), slots, *recipe)
 
     def reference(*inputs):
         results = _forward_reference(wanted, *inputs, *recipe)
@@ -418,9 +420,9 @@ def fused_rms_norm_backward(
     inputs, outputs = (dy, h, weight, rstd, dresidual), (out, out_dweight)
     if is_traced(dy) or is_traced(weight):
         specs = _check_backward(inputs, outputs)
-        outputs = [spec.empty(dy.device) if given is None else given for given, spec in zip(outputs, specs)]
+        outputs = allocate(outputs, specs, dy)
         ops.fused_rms_norm_backward(*(t if t is None else t.detach() for t in inputs), *outputs)
-        return tuple(outputs)
+        return outputs
     return _backward(inputs, outputs)
 
 
@@ -457,8 +459,7 @@ def _plan_backward(inputs, outputs) -> Plan:
     specs = _check_backward(inputs, outputs)
     launch = None
     if dy.numel() and dy.shape[1] <= _MAX_BACKWARD_N and served_by_triton(dy.device):
-        given = [spec.empty("meta") if out is None else out for out, spec in zip(outputs, specs)]
-        launch = _bind_backward(inputs, given)
+        launch = _bind_backward(inputs, placeholders(outputs, specs))
     # Not even without rows is there nothing to do: dweight is zero then.
     return Plan(inputs, outputs, specs, launch, rms_norm_backward, empty=weight.numel() == 0)
 
