@@ -27,3 +27,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Hidden sizes of the models that benchmarks and tests have in mind.
 HIDDEN = {"Qwen3-30B-A3B": 2048, "Llama-3.1-8B": 4096, "DeepSeek-V3": 7168}
+
+
+def forget(planned):
+    """Drop what a function remembers of earlier calls."""
+    planned.plans.clear()
+    planned.latest.clear()

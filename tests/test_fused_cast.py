@@ -22,7 +22,7 @@ from casting import (
     sf_spec,
     specials,
 )
-from generators import DEVICE, deep_gemm
+from generators import DEVICE, deep_gemm, forget
 from views import Guarded, guarded, other_values, same_values, with_stride
 
 assert_bitwise_equal = deep_gemm.testing.assert_bitwise_equal
@@ -440,7 +440,7 @@ def test_gran_k_is_refused(gran_k):
 @pytest.mark.parametrize("warm", [False, True])
 def test_gran_k_of_another_type_is_the_same_with_and_without_a_plan(warm):
     x = distinct(3, 640)
-    fused_cast._per_token_cast.plans.clear()
+    forget(fused_cast._per_token_cast)
     if warm:
         cast(x, True, 128)
     with pytest.raises((TypeError, ValueError), match="gran_k"):
@@ -689,9 +689,9 @@ def test_poisoned_allocator(recipe):
 def test_integer_rounding_on_the_gpu(recipe, monkeypatch):
     """What GPUs without the conversion compute (sm_80)."""
     monkeypatch.setattr(fused_cast, "converts_in_hardware", lambda device: False)
-    fused_cast._per_token_cast.plans.clear()
+    forget(fused_cast._per_token_cast)
     try:
         for x in (bf16_patterns(), specials(), distinct(129, 4096, torch.float32), distinct(7, 1000, torch.float16)):
             check(x, recipe)
     finally:
-        fused_cast._per_token_cast.plans.clear()
+        forget(fused_cast._per_token_cast)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from casting import E4M3, distinct, each_dtype, each_recipe, gpu, sf_spec, specials
 from compiling import compile_launch
-from generators import DEVICE, deep_gemm
+from generators import DEVICE, deep_gemm, forget
 from views import Guarded, same_values, with_stride
 
 fused_moe = deep_gemm.fused_moe
@@ -524,7 +524,7 @@ def test_kernels_do_the_work(monkeypatch):
         monkeypatch.setattr(fused_moe, f"{name}_reference", lambda *args: pytest.fail("took the reference"))
     for planned in (fused_moe._route, fused_moe._gather_cast, fused_moe._combine, fused_moe._combine_backward,
                     fused_moe._combine_backward_cast):  # fmt: skip
-        planned.plans.clear()
+        forget(planned)
     layer(*layer_inputs(19))
 
 

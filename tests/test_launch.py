@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from casting import E4M3, RECIPES, assert_same, cast, check, distinct, each_recipe, gpu, reference, sf_spec
-from generators import DEVICE, deep_gemm
+from generators import DEVICE, deep_gemm, forget
 from views import Guarded, other_values, same_values
 
 fused_cast, launching = deep_gemm.fused_cast, deep_gemm._triton
@@ -23,9 +23,10 @@ BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
 @pytest.fixture
 def cold():
     """No plan of an earlier call, during the test and after it."""
-    fused_cast._per_token_cast.plans.clear()
-    yield fused_cast._per_token_cast.plans
-    fused_cast._per_token_cast.plans.clear()
+    planned = fused_cast._per_token_cast
+    forget(planned)
+    yield planned.plans
+    forget(planned)
 
 
 def outputs(m, n, recipe, guard=False):
@@ -176,6 +177,99 @@ def test_only_one_plan_for_repeated_calls(cold):
     for seed in range(3):
         check(distinct(4, 512, seed=seed), FLOAT)
     assert len(cold) == 1
+
+
+def planned():
+    """A `Planned` on CPU tensors that notes which plan each launch has."""
+    launched, calling = [], deep_gemm._call
+
+    def make(inputs, outputs, *options):
+        calling.check_matrix("x", inputs[0], torch.float32, torch.bfloat16)
+        calling.check_output("out", outputs[0], inputs[0], spec := calling.Spec(tuple(inputs[0].shape), torch.float32))
+        plan = calling.Plan(inputs, outputs, (spec,), None, lambda x: (x.float(),), False)
+        plan.launch = lambda tensors, pointers: launched.append((plan, [t.data_ptr() for t in tensors], pointers))
+        return plan
+
+    return calling.Planned(make, ("x", "out")), launched
+
+
+def test_plans_are_found_again_and_only_by_what_they_were_made_for():
+    function, launched = planned()
+    x, out = torch.ones(4, 6), torch.ones(4, 6)
+    for given in ((out,), (None,)):
+        for _ in range(3):
+            (result,) = function((x,), given, True)
+            assert result is out or given == (None,)
+        assert launched[-1][0] is launched[-2][0] is launched[-3][0]
+        assert launched[-1][1] == list(launched[-1][2]) == [x.data_ptr(), result.data_ptr()]
+    plans = {plan for plan, *_ in launched}
+    assert len(plans) == 2
+    others = [
+        (x.reshape(6, 4), out.reshape(6, 4)), (x.t().reshape(4, 6).t().contiguous().t(), out), (x.bfloat16(), out),
+        (x, out.t().reshape(4, 6).clone().as_strided((4, 6), (1, 4))), (x[:2], out[:2]),
+    ]  # fmt: skip
+    for other, other_out in others:
+        for given in ((other_out,), (None,)):
+            function((x,), (out,), True)
+            function((other,), given, True)
+            if (other.shape, other.stride(), other.dtype) != (x.shape, x.stride(), x.dtype) or given != (None,):
+                assert launched[-1][0] not in plans
+    function((x,), (out,), False)
+    assert launched[-1][0] not in plans
+
+
+@pytest.mark.skipif(deep_gemm._call.TensorGuards is None, reason="this torch has no tensor guards")
+def test_repeated_calls_need_no_key():
+    function, launched = planned()
+    x, out = torch.ones(4, 6), torch.ones(4, 6)
+    for given in ((out,), (None,)):
+        function((x,), given)
+        function.plans.clear()  # and not what is remembered of the latest call
+        function((x,), given)
+        function((torch.zeros(4, 6),), given)
+        assert not function.plans and len({plan for plan, *_ in launched[-3:]}) == 1
+
+
+def test_repeated_calls_check_what_a_plan_does_not_say():
+    function, launched = planned()
+    x, out, twice = torch.ones(4, 6), torch.ones(4, 6), torch.ones(8, 6)
+    for given in ((out,), (None,)):
+        function((x,), given)
+    count = len(launched)
+    with pytest.raises(ValueError, match="out overlaps x"):
+        function((x,), (x,))
+    with pytest.raises(ValueError, match="out overlaps x"):
+        function((twice[:4],), (twice[2:6],))
+    with pytest.raises(ValueError, match="requires grad"):
+        function((x,), (torch.ones(4, 6, requires_grad=True),))
+    for other in (x.numpy(), [x], None, 1.0):
+        for given in ((out,), (None,)):
+            with pytest.raises(TypeError, match="x must be a tensor"):
+                function((other,), given)
+    for other in (out.numpy(), 1.0):
+        with pytest.raises(TypeError, match="out must be a tensor"):
+            function((x,), (other,))
+    freed = torch.ones(4, 6)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="x has no memory"):
+        function((freed,), (out,))
+    assert len(launched) == count
+    # A sign that is yet to be applied: what the reference computes is copied.
+    function((torch._neg_view(x),), (out,))
+    assert len(launched) == count and (out == -1).all()
+    assert (function((torch._neg_view(x),), (None,))[0] == -1).all()
+    negated = torch._neg_view(torch.zeros(4, 6))
+    function((x,), (negated,))
+    assert len(launched) == count and (negated == 1).all()
+    version = out._version
+    function((x,), (out,))
+    assert out._version == version + 1 and len(launched) == count + 1
+    # Gradients of the input and its class are not the launch's concern.
+    function((x.clone().requires_grad_(),), (out,))
+    function((torch.nn.Parameter(x.clone()),), (out,))
+    with torch.inference_mode():
+        function((x.clone(),), (torch.ones(4, 6),))
+    assert len(launched) == count + 4
 
 
 @pytest.mark.parametrize("hidden", [4096, 7168, 1000, 1023])
@@ -366,7 +460,7 @@ def test_both_launch_paths(recipe, cold, monkeypatch):
     for direct in (known, False):
         if not direct:
             monkeypatch.setattr(launching, "_DIRECT_VERSIONS", ())
-        cold.clear()
+        forget(fused_cast._per_token_cast)
         for view, want in zip(views, expected):
             for _ in range(3):
                 assert_same(cast(view, *recipe), want, f"direct: {direct}")
@@ -467,6 +561,16 @@ def test_cold_cache_shared_by_processes(tmp_path):
 
 @gpu
 @pytest.mark.slow
+def test_launcher_is_compiled_once(tmp_path):
+    """What is compiled ahead beside the kernel is what Triton then looks for."""
+    code = "from casting import check, distinct; check(distinct(7, 4096), (True, 32, True))"
+    finish(run(code, TRITON_CACHE_DIR=tmp_path))
+    launchers = [path.name for path in tmp_path.rglob("__triton_launcher*.so")]
+    assert len(launchers) == (launching._VERSION == "3.6"), launchers
+
+
+@gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["read-only", "missing"])
 def test_home_that_cannot_be_written(home, tmp_path):
     """/proc refuses to make a directory even to root, whom permissions do not stop."""
@@ -504,7 +608,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 import torch._dynamo.testing
-from generators import DEVICE, deep_gemm
+from generators import DEVICE, deep_gemm, forget
 cast, reference = deep_gemm.fused_per_token_cast_to_fp8, deep_gemm.utils.per_token_cast_to_fp8
 for device in {"cpu", DEVICE}:
     x = torch.randn(7, 512).to(device)

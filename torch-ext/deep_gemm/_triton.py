@@ -97,6 +97,8 @@ class Launch:
         try:
             with torch.cuda.device(self.device):
                 if self.device >= 0:
+                    if not self.entries:
+                        _build_launcher(self.kernel, *tensors, *self.args)
                     _prepare()
                 # Fused multiply-adds would skip a rounding of the reference; Triton's default for them changes in 3.10.
                 return self.kernel[self.grid](*tensors, *self.args, num_warps=self.num_warps, enable_fp_fusion=False)
@@ -142,6 +144,32 @@ def _launch_is_hooked(runtime=getattr(getattr(triton, "knobs", None), "runtime",
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
     except AttributeError:  # not the chains of hooks that Triton sets up
         return True
+
+
+def _build_launcher(kernel, *args):
+    """Let the C compiler start on what launches the kernel, which Triton 3.6 leaves for when the kernel is compiled."""
+    if _VERSION != "3.6":
+        return
+    with contextlib.suppress(Exception):  # Triton itself says what is wrong
+        types = [
+            "constexpr" if parameter.is_constexpr else triton.runtime.jit.mangle_type(arg)
+            for parameter, arg in zip(kernel.params, args)
+        ]
+        _start_launcher_build(tuple(types))
+
+
+@functools.cache
+def _start_launcher_build(types):
+    from triton.backends.nvidia import driver
+
+    def build():
+        with contextlib.suppress(Exception):
+            driver.compile_module_from_src(
+                src=driver.make_launcher({}, dict(enumerate(types)), None), name="__triton_launcher",
+                library_dirs=driver.library_dirs(), include_dirs=driver.include_dirs, libraries=driver.libraries,
+            )  # fmt: skip
+
+    threading.Thread(target=build).start()
 
 
 _preparing = threading.Lock()
