@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from common import copies, eager_seconds, graph_seconds, rotated, run
+from common import copies, eager_seconds, graph_seconds, rotated, run, warm_up
 
 RECIPES = {
     "group 32, packed UE8M0": dict(use_ue8m0=True, gran_k=32, use_packed_ue8m0=True),
@@ -62,6 +62,20 @@ def separate_steps(kernel, arguments, options):
         h = torch.add(h, arguments["residual"], out=arguments["out_residual"])
     y = F.rms_norm(h, weight.shape, weight, EPS)
     return kernel.fused_per_token_cast_to_fp8(y, **options, out=arguments["out"], out_sf=arguments["out_sf"])
+
+
+def compilation(kernel, results, quick):
+    rows, calls = 128, []
+    for hidden in sorted({hidden for _, hidden in SHAPES}):
+        for options in RECIPES.values():
+            for residual in (False, True):
+                arguments = forward_buffers(rows, hidden, options, residual)
+                calls.append(partial(kernel.fused_rms_norm_cast_to_fp8, **arguments))
+            calls.append(partial(separate_steps, kernel, arguments, options))
+        calls.append(partial(kernel.fused_rms_norm_cast_to_fp8, **arguments, with_transposed=True))
+        rstd = torch.ones(rows, device="cuda")
+        calls.append(partial(kernel.fused_rms_norm_backward, bf16(rows, hidden), bf16(rows, hidden), bf16(hidden), rstd))
+    warm_up(calls)
 
 
 def forward(kernel, results, quick):
@@ -146,7 +160,7 @@ def backward(kernel, results, quick):
         results.add(case(rows, hidden, "bf16"), "speedup of the backward (eager)", fused * US, "us", AUTOGRAD, torchs * US)
 
 
-SECTIONS = (forward, few_rows, transposed, backward)
+SECTIONS = (compilation, forward, few_rows, transposed, backward)
 
 
 if __name__ == "__main__":

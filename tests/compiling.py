@@ -58,7 +58,7 @@ def compile_launch(launch, tensors, capability, aligned=True, **constants) -> Co
     compiled = compile(
         ASTSource(launch.kernel, signature, constexprs, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.num_warps, "enable_fp_fusion": False},
+        options=launch.options,
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])

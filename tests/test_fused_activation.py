@@ -324,7 +324,7 @@ def test_opcheck(monkeypatch):
 
 @gpu
 def test_every_bf16_gate():
-    """silu has the bits of torch's for all gates, with ups up to the largest."""
+    """silu has the bits of torch's for all gates, with ups and weights that leave the normal range."""
     gate = bf16_patterns().flatten()
     for up in (1.0, -0.7109375, 3.0e38, 1.5e-38, 1e27, -2.0**100):
         x = torch.stack((gate, torch.full_like(gate, up)), dim=1)
@@ -332,6 +332,21 @@ def test_every_bf16_gate():
         x = torch.nn.functional.pad(x.T[:, :, None], (0, 31)).permute(1, 0, 2).reshape(65536, 64)
         for recipe in ((False, 32, False), (True, 32, False)):
             check(x, recipe, dy=torch.ones_like(x[:, :32]), label=f"up {up}")
+        for weight in (0.7, 2.0**-100, -(2.0**120)):
+            weight = torch.full((65536,), weight, device="cuda")
+            check(x, RECIPES[2], weight=weight, dy=torch.ones_like(x[:, :32]), label=f"up {up}, weight {weight[0]}")
+
+
+@gpu
+@pytest.mark.parametrize("limit", [None, 7.3])
+def test_random_bf16_gates(limit):
+    """Millions of products, thousands of them next to a tie, where the quick value does not do."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.rand(4096, generator=generator, device="cuda")
+    for scale in (0.1, 1.0, 4.0, 20.0):
+        x = (torch.randn(4096, 4096, generator=generator, device="cuda") * scale).bfloat16()
+        check(x, RECIPES[2], limit, label=f"scale {scale}")
+        check(x, RECIPES[2], limit, weight, label=f"scale {scale}, weighted")
 
 
 @gpu

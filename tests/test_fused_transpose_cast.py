@@ -276,10 +276,11 @@ def test_what_is_compiled_for_hopper(rows, columns, groups, use_ue8m0):
     launch = tile_cast.bind_tile_cast(x, ks, rows, columns, outputs, use_ue8m0, 128, 1)
     given = (x, *((ks,) if groups else ()), *outputs)
     tensors = tuple(given[i] for i in launch.places)
-    compiled = compile_launch(launch.words, tensors, 90, HARDWARE=True, SATURATE=not use_ue8m0)
+    hopper = launch.launch()
+    compiled = compile_launch(hopper, tensors, 90, HARDWARE=True, SATURATE=not use_ue8m0)
     assert compiled.stack == 0 and compiled.local == 0
     # Two tiles on an SM at a time.
-    assert compiled.registers * launch.words.num_warps * 32 <= 65536 // 2
+    assert compiled.registers * hopper.options["num_warps"] * 32 <= 65536 // 2
     config = tile_cast.tile_cast_config(rows, columns)
     per_thread = config.block_m * config.block_n // (32 * config.num_warps)
     assert compiled.instructions("LDG").count("LDG.E.128") == per_thread // 8

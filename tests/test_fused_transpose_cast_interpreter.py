@@ -61,7 +61,8 @@ def test_shapes(name, use_ue8m0, gran_k, make):
 def test_dtypes_and_strides(name):
     for dtype in (torch.float16, torch.float32):
         x = distinct(128, 40, dtype, device="cpu")
-        for stride, offset in (((67, 1), 3), ((1, 144), 16), ((100, 2), 0)):
+        # The last two: pairs of columns that start where an int32 may, and where it may not.
+        for stride, offset in (((67, 1), 3), ((1, 144), 16), ((100, 2), 0), ((48, 1), 2), ((48, 1), 1)):
             check(name, with_stride(x, stride, offset), True, 128, f"{dtype} {stride}")
 
 

@@ -286,7 +286,7 @@ def test_rows_do_not_change_the_constants(hidden, recipe):
         launch = fused_cast.bind_per_token_cast(x, *recipe, out, out_sf)
         assert launch.grid[1] <= 65535 and launch.grid[2] <= 65535
         names = launch.kernel.arg_names[3:]
-        return [value for name, value in zip(names, launch.args) if name.isupper()], launch.num_warps
+        return [value for name, value in zip(names, launch.args) if name.isupper()], launch.options
 
     row = torch.empty(1, hidden, dtype=torch.bfloat16, device="meta")
     expected = constants(row)

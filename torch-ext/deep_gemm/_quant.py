@@ -51,7 +51,35 @@ def max_abs_bits(x, HARDWARE: tl.constexpr):
 
 
 @jit
-def group_sf(amax_bits, USE_UE8M0: tl.constexpr):
+def reciprocal(sf, HARDWARE: tl.constexpr):
+    """1 / sf as IEEE division rounds it, for the values that a scale factor takes: 2^-23 to 2^126, Inf and NaN.
+
+    Division proper has a slow path for other values, which costs registers and branches in every kernel that has it.
+    """
+    if HARDWARE:
+        inv = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 error;
+            .reg .pred finite;
+            rcp.approx.ftz.f32 $0, $1;
+            fma.rn.f32 error, $1, $0, 0fBF800000;
+            neg.f32 error, error;
+            setp.neu.f32 finite, $1, 0f7F800000;
+            @finite fma.rn.f32 $0, $0, error, $0;
+            }""",
+            "=&f,f",
+            args=[sf],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        inv = tl.div_rn(1.0, sf)
+    return inv
+
+
+@jit
+def group_sf(amax_bits, USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr = False):
     """fp32 scale factors of groups whose max |x| is given as fp32 bits, and their reciprocals."""
     amax = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True)  # 1e-4
     sf = amax * 0.002232142857142857  # fp32(1/448), as torch divides by a scalar on CUDA
@@ -63,7 +91,7 @@ def group_sf(amax_bits, USE_UE8M0: tl.constexpr):
         # 2^-127, the reciprocal of the largest, is subnormal.
         inv = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
-        inv = tl.div_rn(1.0, sf)
+        inv = reciprocal(sf, HARDWARE)
     return sf, inv
 
 

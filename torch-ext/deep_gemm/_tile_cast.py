@@ -20,7 +20,7 @@ from ._call import (
     served_by_triton,
 )
 from ._ops import add_op_namespace_prefix, ops
-from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, torch_saturates
+from ._quant import converts_in_hardware, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
 from ._tiles import layout, tile_pointers
 from ._triton import Launch, jit, tl
 from .utils.math import align, ceil_div, per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
@@ -201,31 +201,48 @@ class TileCastConfig:
     block_n: int
     num_warps: int
     rows_first: bool
+    pairs: bool = True
+    twice: bool = False
 
 
 def tile_cast_config(rows: str, columns: str) -> TileCastConfig:
     """Tile, warps and order of the tiles, the same for every M and N so that neither recompiles."""
-    # Measured on an H200. Going down the columns first keeps the writes of a transposed copy close together.
+    # Going down the columns first keeps the writes of a transposed copy close together. `pairs` takes two columns of a
+    # 2-byte x at a time where tensors allow it, which halves what max |x| and its exchange cost. `twice` converts x to
+    # fp32 again for the transposed copy: one instruction more for a third of the registers, hence more tiles on an SM.
     return {
         ("", "channel"): TileCastConfig(128, 64, 4, True),
         ("channel", ""): TileCastConfig(128, 64, 4, False),
         ("block", ""): TileCastConfig(128, 128, 4, False),
         ("block", "block"): TileCastConfig(128, 128, 16, False),
-        ("token", "channel"): TileCastConfig(128, 128, 8, False),
+        ("token", "channel"): TileCastConfig(128, 128, 8, False, twice=True),
     }[rows, columns]
 
 
 class _TileLaunch:
     """A launch whose kernel has a place for every tensor; those that a call lacks are x again."""
 
-    __slots__ = ("places", "words", "bytes")
+    __slots__ = ("places", "bind", "pairs", "words", "launches")
 
-    def __init__(self, places, words, bytes):
-        self.places, self.words, self.bytes = places, words, bytes
+    def __init__(self, places, bind, pairs, words):
+        self.places, self.bind, self.pairs, self.words, self.launches = places, bind, pairs, words, {}
+
+    def launch(self, pairs: bool = True, words: bool = True) -> Launch:
+        """For tensors that start where pairs of columns of x and words of the transposed copy may, or may not."""
+        key = (pairs and self.pairs, words and self.words)
+        if key not in self.launches:
+            self.launches[key] = self.bind(*key)
+        return self.launches[key]
 
     def __call__(self, tensors, pointers):
         tensors, pointers = tuple([tensors[i] for i in self.places]), tuple([pointers[i] for i in self.places])
-        (self.bytes if pointers[4] % 4 else self.words)(tensors, pointers)
+        launch = self.launch(pointers[0] % 4 == 0 and pointers[2] % 2 == 0, pointers[4] % 4 == 0)
+        launch(tensors, pointers)
+
+
+def _takes_pairs(device: int) -> bool:
+    """Whether there is an instruction for the larger of two 16-bit integers each (sm_90 and newer); not off the GPU."""
+    return device < 0 or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def bind_tile_cast(x, ks, rows, columns, outputs, use_ue8m0, gran_k, alignment) -> _TileLaunch:
@@ -242,6 +259,10 @@ def bind_tile_cast(x, ks, rows, columns, outputs, use_ue8m0, gran_k, alignment) 
     t_words = bool(columns) and t_units[0] % 4 == 0
     n_unit = math.gcd(16, n)
     device = x.device.index if x.is_cuda else -1
+    # An odd unit of x or of the payload, or of n, would split a pair.
+    even = x_major == "n" and x_unit % 2 == 0 and n_unit % 2 == 0
+    even = even and (not rows or (out_major == "n" and out_unit % 2 == 0))
+    pairs = config.pairs and even and x.element_size() == 2 and _takes_pairs(device)
     tiles_m = max_k(m, groups) // config.block_m if groups else ceil_div(m, config.block_m)
     tiles_n = ceil_div(n, config.block_n)
     fast, slow = (tiles_m, tiles_n) if config.rows_first else (tiles_n, tiles_m)
@@ -250,19 +271,19 @@ def bind_tile_cast(x, ks, rows, columns, outputs, use_ue8m0, gran_k, alignment) 
     even_n = n % config.block_n == 0 and not (config.rows_first and slow > 65535)
     scalars = (m, n // n_unit, *x_strides, *out_strides, *sf_strides, *t_strides, *sf_t_strides, groups, alignment)
 
-    def bind(t_words):
+    def bind(pairs, t_words):
         constants = (
             n_unit, x_major, x_unit, out_major, out_unit, *t_units, t_words, rows, columns,
             1 << (groups - 1).bit_length() if groups else 0, K_ALIGNMENT, int(gran_k), bool(use_ue8m0),
             converts_in_hardware(device), torch_saturates() or not use_ue8m0,
-            even_n, config.rows_first, config.block_m, config.block_n,
+            even_n, config.rows_first, pairs, config.twice, config.block_m, config.block_n,
         )  # fmt: skip
         return Launch(tile_cast_kernel, grid, scalars + constants, config.num_warps, device)
 
     first = 2 if groups else 1
     end = first + len(outputs)
     places = (0, first - 1, *((first, first + 1) if rows else (0, 0)), *((end - 2, end - 1) if columns else (0, 0)))
-    return _TileLaunch(places, bind(t_words), bind(False))
+    return _TileLaunch(places, bind, pairs, t_words)
 
 
 @jit
@@ -286,22 +307,99 @@ def _load_rows(
     x_ptr, row, col, rows, cols, limit, mask_n, stride_m, stride_n,
     MAJOR: tl.constexpr, UNIT: tl.constexpr, EVEN_N: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [GROUPS_M, rows of a group, GROUPS_N, columns of a group]; zero outside."""
+    """[GROUPS_M, rows of a group, GROUPS_N, columns or pairs of a group]; zero outside."""
     mask = (rows < limit)[:, None]
     if not EVEN_N:
         mask = mask & mask_n[None, :]
     pointers = tile_pointers(x_ptr, row, col, rows, cols, stride_m, stride_n, MAJOR, UNIT)
-    return tl.reshape(tl.load(pointers, mask=mask, other=0.0).to(tl.float32), SHAPE)
+    return tl.reshape(tl.load(pointers, mask=mask, other=0), SHAPE)
 
 
 @jit
-def _magnitude(x):
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def _columns(x, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """fp32 values of x, or of the even and of the odd column of each pair."""
+    if x.dtype != tl.int32:
+        columns = (to_fp32(x, HARDWARE),)
+    elif DTYPE == tl.bfloat16:
+        columns = ((x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True))
+    else:
+        low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
+        columns = (low.to(DTYPE, bitcast=True).to(tl.float32), high.to(DTYPE, bitcast=True).to(tl.float32))
+    return columns
 
 
 @jit
-def _token_amax(x):
-    return tl.max(_magnitude(x), axis=3)[:, :, :, None]
+def _columns_again(x):
+    """`_columns` of bf16 pairs in other instructions, so that the compiler does not keep the values of the first."""
+    low = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x1044;", "=r,r", args=[x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    high = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, 0x3244;", "=r,r", args=[x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return low, high
+
+
+@jit
+def _magnitude(x, HARDWARE: tl.constexpr):
+    """|x| as integers, which order like it with NaN on top: fp32 bits, or of pairs the bits of both columns."""
+    if x.dtype == tl.int32:
+        magnitude = x & 0x7FFF7FFF
+    else:
+        magnitude = to_fp32(x, HARDWARE).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return magnitude
+
+
+@jit
+def _larger_pair(a, b):
+    return tl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", args=[a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@jit
+def _larger(a, b, PAIRS: tl.constexpr, HARDWARE: tl.constexpr):
+    if not PAIRS:
+        larger = tl.maximum(a, b)
+    elif HARDWARE:
+        larger = _larger_pair(a, b)
+    else:
+        larger = tl.maximum(a & -65536, b & -65536) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+    return larger
+
+
+@jit
+def _largest(x, axis: tl.constexpr, PAIRS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Along an axis, which stays with length 1."""
+    if not PAIRS:
+        largest = tl.max(x, axis=axis, keep_dims=True)
+    elif HARDWARE:
+        largest = tl.reduce(x, axis, _larger_pair, keep_dims=True)
+    else:
+        largest = tl.max(x & -65536, axis=axis, keep_dims=True) | tl.max(x & 0xFFFF, axis=axis, keep_dims=True)
+    return largest
+
+
+@jit
+def _amax(magnitude, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+    """fp32 bits of magnitudes, of pairs for the even and for the odd columns."""
+    if PAIRS:
+        low, high = _columns(magnitude, DTYPE, True)
+        bits = (low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True))
+    else:
+        bits = (magnitude,)
+    return bits
+
+
+@jit
+def _amax_of_all(magnitude, axis: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, HARDWARE: tl.constexpr):
+    """fp32 bits of the largest along an axis, of the columns of a pair as well."""
+    bits = _amax(_largest(magnitude, axis, PAIRS, HARDWARE), DTYPE, PAIRS)
+    if PAIRS:
+        amax = tl.maximum(bits[0], bits[1])
+    else:
+        amax = bits[0]
+    return amax
 
 
 @jit
@@ -309,31 +407,44 @@ def _store_rows(
     out_ptr, x, inv, row, col, rows, cols, limit, mask_n, stride_m, stride_n,
     MAJOR: tl.constexpr, UNIT: tl.constexpr, HARDWARE: tl.constexpr, SATURATE: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    y = x * inv
-    if SATURATE:
-        byte = to_e4m3(y, HARDWARE)
-    elif HARDWARE and inv.shape[3] == 1:
-        # As `to_e4m3_inf_to_nan`, in fewer registers, for columns that share their group.
-        byte = tl.inline_asm_elementwise(
-            _E4M3_INF_TO_NAN, "=r,r,r,r,r,r,r,r,r", args=[y, inv], dtype=tl.uint8, is_pure=True, pack=4
-        )
+    """Cast and store rows whose columns, and their reciprocals, are in one tensor or, in pairs, in two."""
+    if len(x) == 2:
+        out = to_e4m3_pairs(x[0] * inv[0], x[1] * inv[1], inv[0], inv[1], HARDWARE, SATURATE)
     else:
-        byte = to_e4m3_inf_to_nan(y, tl.broadcast_to(_amax_bits(inv), y.shape), HARDWARE)
+        y = x[0] * inv[0]
+        if SATURATE:
+            out = to_e4m3(y, HARDWARE)
+        elif HARDWARE and inv[0].shape[3] == 1:
+            # As `to_e4m3_inf_to_nan`, in fewer registers, for columns that share their group.
+            out = tl.inline_asm_elementwise(
+                _E4M3_INF_TO_NAN, "=r,r,r,r,r,r,r,r,r", args=[y, inv[0]], dtype=tl.uint8, is_pure=True, pack=4
+            )
+        else:
+            out = to_e4m3_inf_to_nan(y, tl.broadcast_to(_amax_bits(inv[0]), y.shape), HARDWARE)
     mask = (rows < limit)[:, None]
     if not EVEN_N:
         mask = mask & mask_n[None, :]
     pointers = tile_pointers(out_ptr, row, col, rows, cols, stride_m, stride_n, MAJOR, UNIT)
-    tl.store(pointers, tl.reshape(byte, [rows.shape[0], cols.shape[0]]), mask=mask)
+    tl.store(pointers, tl.reshape(out, [rows.shape[0], cols.shape[0]]), mask=mask)
 
 
 @jit
-def _store_token_sf(sf_ptr, sf, row, col, rows, limit, n, stride_m, stride_n, GRAN_K: tl.constexpr):
-    GROUPS_N: tl.constexpr = sf.shape[2]
-    group = tl.arange(0, GROUPS_N)
+def _store_token_sf(
+    sf_ptr, amax, row, col, limit, n, stride_m, stride_n,
+    GRAN_K: tl.constexpr, USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Scale factors of the rows, whose max |x| come as four tensors of every fourth row, in one store."""
+    GROUPS_N: tl.constexpr = amax[0].shape[2]
+    BLOCK_M: tl.constexpr = amax[0].shape[0] * amax[0].shape[1] * 4
+    bits = tl.join(tl.join(amax[0], amax[2]), tl.join(amax[1], amax[3]))
+    bits = tl.reshape(bits, [BLOCK_M // 4, GROUPS_N, 4])
+    if GROUPS_N > 1:
+        bits = tl.permute(bits, (0, 2, 1))
+    sf, _ = _group_sf(tl.reshape(bits, [BLOCK_M, GROUPS_N]), USE_UE8M0, HARDWARE)
+    rows, group = tl.arange(0, BLOCK_M), tl.arange(0, GROUPS_N)
     mask = (rows < limit)[:, None] & (group * GRAN_K < n - col)[None, :]
     group = (col // GRAN_K + group) * stride_n
-    pointers = sf_ptr + (((row + rows) * stride_m)[:, None] + group[None, :])
-    tl.store(pointers, tl.reshape(sf, [rows.shape[0], GROUPS_N]), mask=mask)
+    tl.store(sf_ptr + (((row + rows) * stride_m)[:, None] + group[None, :]), sf, mask=mask)
 
 
 # Four e4m3 bytes, $1 the lowest, of a group in UE8M0 mode with the reciprocal $5. Only an Inf or NaN in the group gives
@@ -363,6 +474,56 @@ _E4M3 = tl and tl.constexpr(
     mov.b32 $0, {lo, hi};
     }"""
 )
+
+
+# Two pairs of e4m3 bytes, $1 and $2 of the even columns, $3 and $4 of the odd ones; $5 and $6 have 0x4040 where the
+# group of a pair has an Inf, in the byte of its column.
+_E4M3_PAIRS = tl and tl.constexpr(
+    """{
+    .reg .b16 lo, hi;
+    cvt.rn.satfinite.e4m3x2.f32 lo, $3, $1;
+    cvt.rn.satfinite.e4m3x2.f32 hi, $4, $2;
+    mov.b32 $0, {lo, hi};
+    }"""
+)
+_E4M3_PAIRS_INF_TO_NAN = tl and tl.constexpr(
+    """{
+    .reg .b16 lo, hi;
+    .reg .b32 code, a, flag;
+    cvt.rn.satfinite.e4m3x2.f32 lo, $3, $1;
+    cvt.rn.satfinite.e4m3x2.f32 hi, $4, $2;
+    mov.b32 code, {lo, hi};
+    prmt.b32 flag, $5, $6, 0x5410;
+    shl.b32 a, code, 1;
+    and.b32 a, a, code;
+    and.b32 a, a, flag;
+    shr.b32 a, a, 6;
+    or.b32 $0, code, a;
+    }"""
+)
+
+
+@jit
+def to_e4m3_pairs(y0, y1, inv0, inv1, HARDWARE: tl.constexpr, SATURATE: tl.constexpr):
+    """e4m3 bytes of the even columns y0 and of the odd ones y1, next to each other in int16."""
+    if not HARDWARE:
+        if SATURATE:
+            b0, b1 = to_e4m3(y0, False), to_e4m3(y1, False)
+        else:
+            b0 = to_e4m3_inf_to_nan(y0, tl.broadcast_to(_amax_bits(inv0), y0.shape), False)
+            b1 = to_e4m3_inf_to_nan(y1, tl.broadcast_to(_amax_bits(inv1), y1.shape), False)
+        pairs = (b0.to(tl.int32) | (b1.to(tl.int32) << 8)).to(tl.int16)
+    elif SATURATE:
+        pairs = tl.inline_asm_elementwise(
+            _E4M3_PAIRS, "=r,r,r,r,r", args=[y0, y1], dtype=tl.int16, is_pure=True, pack=2
+        )
+    else:
+        infinite0, infinite1 = inv0.to(tl.int32, bitcast=True) == 0x400000, inv1.to(tl.int32, bitcast=True) == 0x400000
+        flag = tl.where(infinite0, 0x40, 0) | tl.where(infinite1, 0x4000, 0)
+        pairs = tl.inline_asm_elementwise(
+            _E4M3_PAIRS_INF_TO_NAN, "=r,r,r,r,r,r,r", args=[y0, y1, flag], dtype=tl.int16, is_pure=True, pack=2
+        )
+    return pairs
 
 
 @jit
@@ -464,10 +625,14 @@ def reciprocal(sf, HARDWARE: tl.constexpr):
 
 @jit
 def _group_sf(amax_bits, USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr):
+    """As `group_sf`, in fewer instructions, since every thread has the columns of its elements."""
+    sf = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True) * 0.002232142857142857
     if USE_UE8M0:
-        sf, inv = group_sf(amax_bits, True)
+        # The carry out of the mantissa rounds up; 2^127 is the largest, and its reciprocal is subnormal.
+        bits = (tl.minimum(sf.to(tl.int32, bitcast=True), 0x7F000000) + 0x7FFFFF) & 0x7F800000
+        sf = bits.to(tl.float32, bitcast=True)
+        inv = tl.maximum(0x7F000000 - bits, 0x400000).to(tl.float32, bitcast=True)
     else:
-        sf = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True) * 0.002232142857142857
         inv = reciprocal(sf, HARDWARE)
     return sf, inv
 
@@ -518,6 +683,8 @@ def tile_cast_kernel(
     SATURATE: tl.constexpr,
     EVEN_N: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TWICE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -526,7 +693,11 @@ def tile_cast_kernel(
     tl.static_assert(GROUPS == 0 or BLOCK_M == K_ALIGNMENT)
     GROUPS_M: tl.constexpr = BLOCK_M // GRAN_K
     GROUPS_N: tl.constexpr = BLOCK_N // GRAN_K if BLOCK_N % GRAN_K == 0 else 1
-    SHAPE: tl.constexpr = [GROUPS_M, GRAN_K // 4, GROUPS_N, BLOCK_N // GROUPS_N]
+    WIDTH: tl.constexpr = 2 if PAIRS else 1
+    SHAPE: tl.constexpr = [GROUPS_M, GRAN_K // 4, GROUPS_N, BLOCK_N // WIDTH // GROUPS_N]
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    UNIT: tl.constexpr = X_UNIT // WIDTH
+    PAYLOAD_UNIT: tl.constexpr = OUT_UNIT // WIDTH if ROWS != "" else 1
 
     fast = tl.program_id(0)
     slow = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -551,38 +722,56 @@ def tile_cast_kernel(
 
     # Four rows that follow each other are in four tensors of one layout, so that a thread makes words of them.
     r0 = tl.arange(0, BLOCK_M // 4) * 4
-    r1, r2, r3 = r0 + 1, r0 + 2, r0 + 3
-    cols = tl.arange(0, BLOCK_N)
-    mask_n = cols < limit_n
-    x0 = _load_rows(x_ptr, row, col, r0, cols, limit, mask_n, x_stride_m, x_stride_n, X_MAJOR, X_UNIT, EVEN_N, SHAPE)
-    x1 = _load_rows(x_ptr, row, col, r1, cols, limit, mask_n, x_stride_m, x_stride_n, X_MAJOR, X_UNIT, EVEN_N, SHAPE)
-    x2 = _load_rows(x_ptr, row, col, r2, cols, limit, mask_n, x_stride_m, x_stride_n, X_MAJOR, X_UNIT, EVEN_N, SHAPE)
-    x3 = _load_rows(x_ptr, row, col, r3, cols, limit, mask_n, x_stride_m, x_stride_n, X_MAJOR, X_UNIT, EVEN_N, SHAPE)
+    rows = (r0, r0 + 1, r0 + 2, r0 + 3)
+    if PAIRS:
+        x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        if ROWS != "":
+            out_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    corner_col = col // WIDTH
+    cols = tl.arange(0, BLOCK_N // WIDTH)
+    mask_n = cols * WIDTH < limit_n
+    x, magnitudes = (), ()
+    for i in tl.static_range(4):
+        x += (_load_rows(x_ptr, row, corner_col, rows[i], cols, limit, mask_n, x_stride_m, x_stride_n,
+                         X_MAJOR, UNIT, EVEN_N, SHAPE),)  # fmt: skip
+    for i in tl.static_range(4):
+        magnitudes += (_magnitude(x[i], HARDWARE),)
 
+    inv_rows = ()
     if ROWS == "token":
-        sf0, inv0 = _group_sf(_token_amax(x0), USE_UE8M0, HARDWARE)
-        sf1, inv1 = _group_sf(_token_amax(x1), USE_UE8M0, HARDWARE)
-        sf2, inv2 = _group_sf(_token_amax(x2), USE_UE8M0, HARDWARE)
-        sf3, inv3 = _group_sf(_token_amax(x3), USE_UE8M0, HARDWARE)
-        _store_token_sf(sf_ptr, sf0, row, col, r0, limit, n, sf_stride_m, sf_stride_n, GRAN_K)
-        _store_token_sf(sf_ptr, sf1, row, col, r1, limit, n, sf_stride_m, sf_stride_n, GRAN_K)
-        _store_token_sf(sf_ptr, sf2, row, col, r2, limit, n, sf_stride_m, sf_stride_n, GRAN_K)
-        _store_token_sf(sf_ptr, sf3, row, col, r3, limit, n, sf_stride_m, sf_stride_n, GRAN_K)
+        amax_rows = ()
+        for i in tl.static_range(4):
+            amax_rows += (_amax_of_all(magnitudes[i], 3, DTYPE, PAIRS, HARDWARE),)
+        for i in tl.static_range(4):
+            _, inv_row = _group_sf(amax_rows[i], USE_UE8M0, HARDWARE)
+            inv_rows += ((inv_row, inv_row) if PAIRS else (inv_row,),)
+        _store_token_sf(sf_ptr, amax_rows, row, col, limit, n, sf_stride_m, sf_stride_n, GRAN_K, USE_UE8M0, HARDWARE)
     if ROWS != "token" or COLUMNS != "":
-        amax = tl.maximum(tl.maximum(_magnitude(x0), _magnitude(x1)), tl.maximum(_magnitude(x2), _magnitude(x3)))
-        if ROWS == "block":
-            amax = tl.max(amax, axis=3)[:, :, :, None]
-        amax = tl.max(amax, axis=1)[:, None, :, :]
-        sf, inv = _group_sf(amax, USE_UE8M0, HARDWARE)  # [GROUPS_M, 1, GROUPS_N, columns of a group or 1]
+        larger0 = _larger(magnitudes[0], magnitudes[1], PAIRS, HARDWARE)
+        larger1 = _larger(magnitudes[2], magnitudes[3], PAIRS, HARDWARE)
+        larger = _largest(_larger(larger0, larger1, PAIRS, HARDWARE), 1, PAIRS, HARDWARE)
+        # [GROUPS_M, 1, GROUPS_N, columns or pairs of a group, or 1]
         if ROWS == "block":
             SF_N: tl.constexpr = GROUPS_N
+            amax = _amax_of_all(larger, 3, DTYPE, PAIRS, HARDWARE)
             sf_limit = (limit_n + (GRAN_K - 1)) // GRAN_K
             sf_col = tile_n.to(tl.int64) * GROUPS_N
+            _, inv_group = _group_sf(amax, USE_UE8M0, HARDWARE)
+            inv = (inv_group, inv_group) if PAIRS else (inv_group,)
         else:
             SF_N: tl.constexpr = BLOCK_N
             sf_limit = limit_n
             sf_col = col
-        sf = tl.reshape(sf, [GROUPS_M, SF_N])
+            amaxes = _amax(larger, DTYPE, PAIRS)
+            inv = ()
+            for i in tl.static_range(WIDTH):
+                _, inv_column = _group_sf(amaxes[i], USE_UE8M0, HARDWARE)
+                inv += (inv_column,)
+            if PAIRS:
+                amax = tl.join(amaxes[0], amaxes[1])
+            else:
+                amax = amaxes[0]
+        sf, _ = _group_sf(tl.reshape(amax, [GROUPS_M, SF_N]), USE_UE8M0, HARDWARE)
         sf_m, sf_n = tl.arange(0, GROUPS_M), tl.arange(0, SF_N)
         sf_mask = (sf_n < sf_limit)[None, :]
         if not GROUPS:
@@ -593,19 +782,28 @@ def tile_cast_kernel(
             tl.store(sf_ptr + (sf_m * sf_stride_m + sf_n * sf_stride_n), sf, mask=sf_mask)
         if COLUMNS != "":
             tl.store(sf_t_ptr + (sf_m * sf_t_stride_m + sf_n * sf_t_stride_n), sf, mask=sf_mask)
-    if ROWS == "block" or ROWS == "channel":
-        inv0, inv1, inv2, inv3 = inv, inv, inv, inv
+        if ROWS == "block" or ROWS == "channel":
+            inv_rows = (inv, inv, inv, inv)
+    columns = ()
+    for i in tl.static_range(4):
+        columns += (_columns(x[i], DTYPE, HARDWARE),)
     if ROWS != "":
-        _store_rows(out_ptr, x0, inv0, row, col, r0, cols, limit, mask_n, out_stride_m, out_stride_n,
-                    OUT_MAJOR, OUT_UNIT, HARDWARE, SATURATE, EVEN_N)  # fmt: skip
-        _store_rows(out_ptr, x1, inv1, row, col, r1, cols, limit, mask_n, out_stride_m, out_stride_n,
-                    OUT_MAJOR, OUT_UNIT, HARDWARE, SATURATE, EVEN_N)  # fmt: skip
-        _store_rows(out_ptr, x2, inv2, row, col, r2, cols, limit, mask_n, out_stride_m, out_stride_n,
-                    OUT_MAJOR, OUT_UNIT, HARDWARE, SATURATE, EVEN_N)  # fmt: skip
-        _store_rows(out_ptr, x3, inv3, row, col, r3, cols, limit, mask_n, out_stride_m, out_stride_n,
-                    OUT_MAJOR, OUT_UNIT, HARDWARE, SATURATE, EVEN_N)  # fmt: skip
+        for i in tl.static_range(4):
+            _store_rows(out_ptr, columns[i], inv_rows[i], row, corner_col, rows[i], cols, limit, mask_n,
+                        out_stride_m, out_stride_n, OUT_MAJOR, PAYLOAD_UNIT, HARDWARE, SATURATE, EVEN_N)  # fmt: skip
     if COLUMNS != "":
-        words = to_e4m3_words(x0, x1, x2, x3, inv, HARDWARE, SATURATE)
+        if TWICE and PAIRS and HARDWARE and DTYPE == tl.bfloat16 and ROWS != "":
+            columns = ()
+            for i in tl.static_range(4):
+                columns += (_columns_again(x[i]),)
+        words = to_e4m3_words(
+            columns[0][0], columns[1][0], columns[2][0], columns[3][0], inv[0], HARDWARE, SATURATE
+        )
+        if PAIRS:
+            odd = to_e4m3_words(
+                columns[0][1], columns[1][1], columns[2][1], columns[3][1], inv[1], HARDWARE, SATURATE
+            )
+            words = tl.join(words, odd)
         words = tl.reshape(words, [BLOCK_M // 4, BLOCK_N])
         if GROUPS:
             k_blocks = (k + (K_ALIGNMENT - 1)) // K_ALIGNMENT

@@ -55,16 +55,19 @@ def _missing_build_tools() -> str:
 class Launch:
     """A kernel with everything bound but the tensors, for one device.
 
-    `args` are the kernel's arguments after its pointers, scalars and constexprs alike. The first call with pointers of
-    a given alignment goes through Triton's own launch, which compiles; later ones call the compiled kernel's C entry,
-    which takes the host a quarter of the time. Profiler hooks and unknown Triton versions take the ordinary launch.
+    `args` are the kernel's arguments after its pointers, scalars and constexprs alike; `options` are the compiler's. The
+    first call with pointers of a given alignment goes through Triton's own launch, which compiles; later ones call the
+    compiled kernel's C entry, which takes the host a quarter of the time. Profiler hooks and unknown Triton versions
+    take the ordinary launch.
     """
 
-    __slots__ = ("kernel", "grid", "args", "num_warps", "device", "entries", "last")
+    __slots__ = ("kernel", "grid", "args", "options", "device", "entries", "last")
 
-    def __init__(self, kernel, grid: tuple, args: tuple, num_warps: int, device: int):
+    def __init__(self, kernel, grid: tuple, args: tuple, num_warps: int, device: int, **options):
         _require_triton()
-        self.kernel, self.grid, self.args, self.num_warps, self.device = kernel, grid, args, num_warps, device
+        self.kernel, self.grid, self.args, self.device = kernel, grid, args, device
+        # Fused multiply-adds would skip a rounding of the reference; Triton's default for them changes in 3.10.
+        self.options = {"num_warps": num_warps, "enable_fp_fusion": False, **options}
         self.entries: dict[tuple, tuple] = {}
         self.last = (None, None, None, None)
 
@@ -94,20 +97,25 @@ class Launch:
     def _launch_by_triton(self, tensors):
         # Triton knows no e4m3 below sm_89: kernels see e4m3 memory as bytes.
         tensors = [t.view(torch.uint8) if t is not None and t.dtype is torch.float8_e4m3fn else t for t in tensors]
-        try:
-            with torch.cuda.device(self.device):
-                if self.device >= 0:
-                    if not self.entries:
-                        _build_launcher(self.kernel, *tensors, *self.args)
-                    _prepare()
-                # Fused multiply-adds would skip a rounding of the reference; Triton's default for them changes in 3.10.
-                return self.kernel[self.grid](*tensors, *self.args, num_warps=self.num_warps, enable_fp_fusion=False)
-        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-            # Triton up to 3.7 builds C code: without a compiler it says so, without headers the compiler does.
-            building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
-            if building and (missing := _missing_build_tools()):
-                raise RuntimeError(f"Triton could not compile its launcher; it needs {missing}") from error
-            raise
+        with _naming_build_tools(), torch.cuda.device(self.device):
+            if self.device >= 0:
+                if not self.entries:
+                    _build_launcher(self.kernel, *tensors, *self.args)
+                _prepare()
+            return self.kernel[self.grid](*tensors, *self.args, **self.options)
+
+
+@contextlib.contextmanager
+def _naming_build_tools():
+    """Errors of a launch by Triton say what is missing to build it."""
+    try:
+        yield
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        # Triton up to 3.7 builds C code: without a compiler it says so, without headers the compiler does.
+        building = not isinstance(error, RuntimeError) or "C compiler" in str(error)
+        if building and (missing := _missing_build_tools()):
+            raise RuntimeError(f"Triton could not compile its launcher; it needs {missing}") from error
+        raise
 
 
 # What torch.cuda.current_stream and current_device read, without building a Stream.

@@ -25,9 +25,9 @@ from ._call import (
     sf_spec,
 )
 from ._ops import add_op_namespace_prefix, ops
-from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, torch_saturates
+from ._quant import converts_in_hardware, group_sf, max_abs_bits, to_e4m3, to_e4m3_inf_to_nan, torch_saturates
 from ._tiles import layout, tile_pointers
-from ._triton import Launch, jit, tl
+from ._triton import Launch, constexpr, jit, tl
 from .utils.math import align, ceil_div, per_token_cast_to_fp8
 
 
@@ -475,6 +475,7 @@ class ActivationConfig:
     block_m: int
     block_n: int
     num_warps: int
+    ahead: int = 4  # quarters of a tile that are loaded before the first is stored
 
 
 def swiglu_config(x_major: str) -> ActivationConfig:
@@ -494,8 +495,8 @@ def with_transpose_config(gran_k: int) -> ActivationConfig:
 
 
 def backward_config(gran_k: int) -> ActivationConfig:
-    """Tile and warps of the backward: whole groups both ways, as many warps as hold it without spills."""
-    return ActivationConfig(128, 128, 16)
+    """Tile and warps of the backward: whole groups both ways, without spills in bf16."""
+    return ActivationConfig(64, 64, 4, 1) if gran_k == 32 else ActivationConfig(128, 128, 16)
 
 
 def bind_swiglu_cast(inputs, outputs, masked, use_ue8m0, gran_k, use_packed_ue8m0, limit) -> Launch:
@@ -518,9 +519,10 @@ def bind_swiglu_cast(inputs, outputs, masked, use_ue8m0, gran_k, use_packed_ue8m
         masked, h_unit, x_major, x_unit, out_major, out_unit, *_recipe(x, use_ue8m0, gran_k, use_packed_ue8m0),
         h % config.block_n == 0, config.block_m, config.block_n,
     )  # fmt: skip
-    # Axes y and z end at 65535; a program takes more than one tile where they do not reach.
-    programs = masked_programs(experts, m, h, config) if masked else min(ceil_div(m, config.block_m), 65535)
-    grid = (ceil_div(h, config.block_n), programs, experts)
+    if masked:
+        grid = (ceil_div(h, config.block_n), masked_programs(experts, m, h, config), experts)
+    else:
+        grid = _tile_grid(m, h, config)
     return Launch(swiglu_cast_kernel, grid, scalars + constants, config.num_warps, _index(x))
 
 
@@ -540,7 +542,8 @@ def bind_swiglu_cast_with_transpose(inputs, outputs, use_ue8m0, gran_k, use_pack
     )  # fmt: skip
     constants = (
         h_unit, x_major, x_unit, out_major, out_unit, t_major, t_unit,
-        *_recipe(x, use_ue8m0, gran_k, use_packed_ue8m0), h % config.block_n == 0, config.block_m, config.block_n,
+        *_recipe(x, use_ue8m0, gran_k, use_packed_ue8m0), h % config.block_n == 0, config.ahead,
+        config.block_m, config.block_n,
     )  # fmt: skip
     kernel, grid = swiglu_cast_with_transpose_kernel, _tile_grid(m, h, config)
     return Launch(kernel, grid, scalars + constants, config.num_warps, _index(x))
@@ -564,7 +567,8 @@ def bind_swiglu_backward_cast(inputs, outputs, use_ue8m0, gran_k, use_packed_ue8
     )  # fmt: skip
     constants = (
         h_unit, dy_major, dy_unit, x_major, x_unit, out_major, out_unit, t_major, t_unit,
-        *_recipe(x, use_ue8m0, gran_k, use_packed_ue8m0), h % config.block_n == 0, config.block_m, config.block_n,
+        *_recipe(x, use_ue8m0, gran_k, use_packed_ue8m0), h % config.block_n == 0, config.ahead,
+        config.block_m, config.block_n,
     )  # fmt: skip
     launch = Launch if weight is not None else _LaunchWithoutWeight
     grid = _tile_grid(m, h, config)
@@ -613,65 +617,110 @@ def _index(x):
     return x.device.index if x.is_cuda else -1
 
 
-def _quotient_asm(lanes):
-    """PTX of a / (1 + exp(-x)) for registers $lanes.. (a) and $2*lanes.. (x).
+# PTX of lane i. d = 1 + exp(-x), with the exp of CUDA's libdevice and torch's kernels, instruction by instruction, but for
+# its last multiplication by a power of two, which is exact, so that the addition can take it along.
+_ONE_PLUS_EXP = """
+    fma.rn.ftz.sat.f32 t{i}, {x}, 0fBBBB989D, 0f3F000000;
+    fma.rm.ftz.f32 t{i}, t{i}, 0f437C0000, 0f4B400001;
+    sub.rn.f32 e{i}, 0f4B40007F, t{i};
+    fma.rn.ftz.f32 f{i}, {x}, 0fBFB8AA3B, e{i};
+    fma.rn.ftz.f32 f{i}, {x}, 0fB2A57060, f{i};
+    ex2.approx.ftz.f32 f{i}, f{i};
+    shl.b32 t{i}, t{i}, 23;
+    fma.rn.f32 d{i}, f{i}, t{i}, 0f3F800000;
+    abs.f32 e{i}, {x};
+    setp.geu.or.f32 far, e{i}, 0f42AE0000, far;"""
+# What div.rn does where neither quotient nor reciprocal leaves the normal range; lanes with |x| >= 87 are `far` from it.
+_INVERSE = """
+    rcp.approx.ftz.f32 q{i}, d{i};
+    neg.f32 n{i}, d{i};
+    fma.rn.f32 e{i}, n{i}, q{i}, 0f3F800000;
+    fma.rn.f32 q{i}, q{i}, e{i}, q{i};"""
+# The remainder of -0 is +0, which takes its sign.
+_QUOTIENT = """
+    mul.rn.f32 f{i}, {x}, q{i};
+    fma.rn.f32 e{i}, n{i}, f{i}, {x};
+    fma.rn.f32 q{i}, e{i}, q{i}, f{i};
+    lop3.b32 q{i}, {x}, 0x80000000, q{i}, 0xEA;"""
+_NEAR_SILU = """
+    mul.rn.f32 f{i}, {x}, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 f{i}, f{i};
+    add.rn.f32 d{i}, f{i}, 0f3F800000;
+    rcp.approx.ftz.f32 q{i}, d{i};
+    mul.rn.f32 q{i}, {x}, q{i};
+    setp.leu.or.f32 unsure, {x}, 0fC1300000, unsure;"""
+_TIMES_UP = "mul.rn.f32 q{i}, q{i}, {b};"
+_TIMES_WEIGHT = "mul.rn.f32 q{i}, q{i}, {c};"
+# Next to 0 and to Inf, 2^-100 and 2^127 being the ends, a rounding may count for more after the product with a weight.
+_ORDINARY = """
+    and.b32 e{i}, q{i}, 0x7FFFFFFF;
+    sub.u32 e{i}, e{i}, 0x0D800000;
+    setp.ge.or.u32 unsure, e{i}, 0x71800000, unsure;"""
+_FROM_TIE = "mad.lo.u32 t{i}, q{i}, 0x10000, 0x80200000; min.u32 nearest, nearest, t{i};"
+_RESULT = "mov.b32 {out}, q{i};"
 
-    exp is that of CUDA's libdevice and torch's kernels, instruction by instruction, but for its last multiplication by
-    a power of two, which is exact, so that the addition can take it along. The division is what div.rn does where
-    neither quotient nor reciprocal leaves the normal range; a lane with |x| >= 87 sends all of them to div.rn itself.
+
+def _asm(inputs, *blocks, lanes=4):
+    """PTX of blocks, each for every lane, and its registers: the results, then those of each input."""
+    names = [f"{name}{i}" for name in "tfdneq" for i in range(lanes)]
+    lines = [f".reg .b32 {', '.join(names)}, nearest, pair;", ".reg .pred far, unsure;"]
+    lines += ["setp.ne.u32 far, 0, 0;", "setp.ne.u32 unsure, 0, 0;", "mov.u32 nearest, -1;"]
+    for block in blocks:
+        for i in range(lanes if "{" in block else 1):
+            registers = {name: f"${(position + 1) * lanes + i}" for position, name in enumerate(inputs)}
+            lines.append(block.format(i=i, out=f"${i}", **registers))
+    return constexpr("\n".join(["{", *lines, "}"])), constexpr(",".join(["=&r"] * lanes + ["r"] * lanes * len(inputs)))
+
+
+def _swiglu_asm(*inputs):
+    """silu(x) * b, and times c where that is an input, rounded to bf16.
+
+    A quick value is within 27 * 2^-24 of what is to be rounded: 12 from exp (as x > -11) and 2 from the reciprocal,
+    which are approximate, 5 from the exp that they replace, and 1 from each rounding of 1 + exp, the quotient and the
+    products, here and there. Its lower half says how far it is from a tie; where that is more than 32 both round alike,
+    and elsewhere, for a thousandth of values, the slow way is taken. Extremes agree: exp is exact from where it is 0 or
+    1 on, and so are the reciprocals of 1 and 2.
     """
-    lines = [".reg .pred far;", ".reg .f32 " + ", ".join(f"t{i}, f{i}, d{i}, n{i}, r{i}, e{i}" for i in range(lanes)) + ";"]
-    for i in range(lanes):
-        q, a, x = f"${i}", f"${lanes + i}", f"${2 * lanes + i}"
-        condition = "setp.geu.f32 far, e{0}, 0f42AE0000;" if i == 0 else "setp.geu.or.f32 far, e{0}, 0f42AE0000, far;"
-        lines += [
-            line.format(i)
-            for line in (
-                f"fma.rn.ftz.sat.f32 t{{0}}, {x}, 0fBBBB989D, 0f3F000000;",
-                "fma.rm.ftz.f32 t{0}, t{0}, 0f437C0000, 0f4B400001;",
-                "sub.rn.f32 e{0}, 0f4B40007F, t{0};",
-                f"fma.rn.ftz.f32 f{{0}}, {x}, 0fBFB8AA3B, e{{0}};",
-                f"fma.rn.ftz.f32 f{{0}}, {x}, 0fB2A57060, f{{0}};",
-                "ex2.approx.ftz.f32 f{0}, f{0};",
-                "shl.b32 t{0}, t{0}, 23;",
-                "fma.rn.f32 d{0}, f{0}, t{0}, 0f3F800000;",
-                "rcp.approx.ftz.f32 r{0}, d{0};",
-                "neg.f32 n{0}, d{0};",
-                "fma.rn.f32 e{0}, n{0}, r{0}, 0f3F800000;",
-                "fma.rn.f32 r{0}, r{0}, e{0}, r{0};",
-                f"mul.rn.f32 f{{0}}, {a}, r{{0}};",
-                f"fma.rn.f32 e{{0}}, n{{0}}, f{{0}}, {a};",
-                f"fma.rn.f32 {q}, e{{0}}, r{{0}}, f{{0}};",
-                f"lop3.b32 {q}, {a}, 0x80000000, {q}, 0xEA;",  # the remainder of -0 is +0
-                f"abs.f32 e{{0}}, {x};",
-                condition,
-            )
-        ]
-    lines += ["@!far bra done;"]
-    lines += [f"div.rn.f32 ${i}, ${lanes + i}, d{i};" for i in range(lanes)]
-    return "{\n" + "\n".join(lines) + "\ndone:\n}"
+    weighted = (_TIMES_WEIGHT,) if "c" in inputs else ()
+    return _asm(
+        inputs, _NEAR_SILU, _TIMES_UP, *((_ORDINARY, *weighted) if weighted else ()), _FROM_TIE,
+        "setp.le.or.u32 unsure, nearest, 0x400000, unsure; @!unsure bra round;",
+        _ONE_PLUS_EXP, _INVERSE, _QUOTIENT, "@!far bra multiply;", "div.rn.f32 q{i}, {x}, d{i};",
+        "multiply:", _TIMES_UP, *weighted,
+        "round:",
+        "cvt.rn.bf16x2.f32 pair, q1, q0; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000;",
+        "cvt.rn.bf16x2.f32 pair, q3, q2; shl.b32 $2, pair, 16; and.b32 $3, pair, 0xffff0000;",
+    )  # fmt: skip
 
 
-def _constraints(lanes):
-    # The outputs are written before the last inputs are read.
-    return ",".join(["=&r"] * lanes + ["r"] * (2 * lanes))
-
-
-_LANES = tl and tl.constexpr(4)
-_QUOTIENT = tl and tl.constexpr(_quotient_asm(4))
-_QUOTIENT_CONSTRAINTS = tl and tl.constexpr(_constraints(4))
+_SILU, _SILU_REGISTERS = _asm(
+    "x", _ONE_PLUS_EXP, _INVERSE, _QUOTIENT, "@!far bra done;", "div.rn.f32 q{i}, {x}, d{i};", "done:", _RESULT
+)
+_SIGMOID, _SIGMOID_REGISTERS = _asm(
+    "x", _ONE_PLUS_EXP, _INVERSE, "@!far bra done;", "div.rn.f32 q{i}, 0f3F800000, d{i};", "done:", _RESULT
+)
+_SWIGLU, _SWIGLU_REGISTERS = _swiglu_asm("x", "b")
+_WEIGHTED_SWIGLU, _WEIGHTED_SWIGLU_REGISTERS = _swiglu_asm("x", "b", "c")
 
 
 @jit
-def _over_one_plus_exp(a, x, CUDA: tl.constexpr):
-    """a / (1 + exp(-x)), rounded after exp, after the sum and after the quotient, as torch's kernels do it."""
+def _silu(x, CUDA: tl.constexpr):
+    """x / (1 + exp(-x)), rounded after exp, after the sum and after the quotient, as torch's kernels do it."""
     if CUDA:
-        q = tl.inline_asm_elementwise(
-            _QUOTIENT, _QUOTIENT_CONSTRAINTS, args=[a, x], dtype=tl.float32, is_pure=True, pack=_LANES
-        )
+        y = tl.inline_asm_elementwise(_SILU, _SILU_REGISTERS, args=[x], dtype=tl.float32, is_pure=True, pack=4)
     else:
-        q = tl.div_rn(a, 1.0 + tl.exp(-x))
-    return q
+        y = tl.div_rn(x, 1.0 + tl.exp(-x))
+    return y
+
+
+@jit
+def _sigmoid(x, CUDA: tl.constexpr):
+    """1 / (1 + exp(-x)), likewise."""
+    if CUDA:
+        y = tl.inline_asm_elementwise(_SIGMOID, _SIGMOID_REGISTERS, args=[x], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        y = tl.div_rn(1.0, 1.0 + tl.exp(-x))
+    return y
 
 
 @jit
@@ -758,10 +807,25 @@ def _swiglu_rows(gate, up, weight_ptr, row, rows, valid, weight_stride, limit, C
     """silu(gate) * up * weight, rounded to their dtype, in fp32."""
     DTYPE: tl.constexpr = gate.dtype
     gate, up = _clamp(_widen(gate, CUDA), _widen(up, CUDA), limit)
-    y = _over_one_plus_exp(gate, gate, CUDA) * up
     if weight_ptr is not None:
-        y = y * _load_weight(weight_ptr, row, rows, valid, weight_stride)
-    return _round_to(y, DTYPE, CUDA)
+        weight = _load_weight(weight_ptr, row, rows, valid, weight_stride)
+    if DTYPE == tl.bfloat16 and CUDA:
+        if weight_ptr is None:
+            y = tl.inline_asm_elementwise(
+                _SWIGLU, _SWIGLU_REGISTERS, args=[gate, up], dtype=tl.float32, is_pure=True, pack=4
+            )
+        else:
+            weight = tl.broadcast_to(weight, gate.shape)
+            y = tl.inline_asm_elementwise(
+                _WEIGHTED_SWIGLU, _WEIGHTED_SWIGLU_REGISTERS, args=[gate, up, weight], dtype=tl.float32, is_pure=True,
+                pack=4,
+            )  # fmt: skip
+    else:
+        y = _silu(gate, CUDA) * up
+        if weight_ptr is not None:
+            y = y * weight
+        y = _round_to(y, DTYPE, CUDA)
+    return y
 
 
 @jit
@@ -802,35 +866,6 @@ def _second(pair, DTYPE: tl.constexpr, CUDA: tl.constexpr):
 
 
 @jit
-def _group_sf(amax_bits, USE_UE8M0: tl.constexpr, CUDA: tl.constexpr):
-    """`group_sf` with the division in a straight line, without div.rn's branches for what no scale factor is."""
-    if USE_UE8M0 or not CUDA:
-        sf, inv = group_sf(amax_bits, USE_UE8M0)
-    else:
-        sf = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True) * 0.002232142857142857
-        inv = tl.inline_asm_elementwise(
-            """{
-            .reg .f32 n, r, e, q;
-            .reg .pred infinite;
-            rcp.approx.ftz.f32 r, $1;
-            neg.f32 n, $1;
-            fma.rn.f32 e, n, r, 0f3F800000;
-            fma.rn.f32 q, r, e, r;
-            fma.rn.f32 e, n, q, 0f3F800000;
-            fma.rn.f32 q, e, q, q;
-            setp.eq.f32 infinite, $1, 0f7F800000;
-            selp.f32 $0, r, q, infinite;
-            }""",
-            "=r,r",
-            args=[sf],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return sf, inv
-
-
-@jit
 def _store_sf(sf_ptr, sf, index, group, mask, stride, group_stride, PACKED: tl.constexpr):
     """Scale factors to [index, group], or their exponents to byte group % 4 of a word."""
     if PACKED:
@@ -845,14 +880,18 @@ def _store_sf(sf_ptr, sf, index, group, mask, stride, group_stride, PACKED: tl.c
 def _store_cast(
     y, out_ptr, row, col, rows, cols, row_mask, col_mask, stride_m, stride_n, MAJOR: tl.constexpr, UNIT: tl.constexpr,
     GRAN_K: tl.constexpr, USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr, SATURATE: tl.constexpr,
+    ALONE: tl.constexpr = False,
 ):  # fmt: skip
-    """Cast y by rows and store it at (row, col); its scale factors [BLOCK_M, groups]."""
+    """Cast y by rows and store it at (row, col); its scale factors [BLOCK_M, groups].
+
+    A NaN-propagating maximum takes fewer instructions, and belongs in no kernel that also stores a transposed copy.
+    """
     BLOCK_M: tl.constexpr = y.shape[0]
     BLOCK_N: tl.constexpr = y.shape[1]
     GROUPS: tl.constexpr = BLOCK_N // GRAN_K
     groups = tl.reshape(y, [BLOCK_M, GROUPS, GRAN_K])
-    amax_bits = tl.max(_magnitude(groups), axis=2)
-    sf, inv = _group_sf(amax_bits, USE_UE8M0, HARDWARE)
+    amax_bits = max_abs_bits(groups, ALONE)
+    sf, inv = group_sf(amax_bits, USE_UE8M0, HARDWARE)
     scaled = tl.reshape(groups * inv[:, :, None], [BLOCK_M, BLOCK_N])
     if SATURATE:
         byte = to_e4m3(scaled, HARDWARE)
@@ -956,7 +995,7 @@ def _store_cast_transposed(
     GROUPS: tl.constexpr = WORDS * 4 // GRAN_K
     amax = tl.maximum(tl.maximum(_magnitude(y0), _magnitude(y1)), tl.maximum(_magnitude(y2), _magnitude(y3)))
     amax = tl.max(tl.reshape(amax, [GROUPS, WORDS // GROUPS, BLOCK_N]), axis=1)
-    sf, inv = _group_sf(amax, USE_UE8M0, HARDWARE)  # [GROUPS, BLOCK_N]
+    sf, inv = group_sf(amax, USE_UE8M0, HARDWARE)  # [GROUPS, BLOCK_N]
     inv = tl.reshape(tl.broadcast_to(inv[:, None, :], [GROUPS, WORDS // GROUPS, BLOCK_N]), [WORDS, BLOCK_N])
     amax = tl.reshape(tl.broadcast_to(amax[:, None, :], [GROUPS, WORDS // GROUPS, BLOCK_N]), [WORDS, BLOCK_N])
     words = _to_words(y0 * inv, y1 * inv, y2 * inv, y3 * inv, amax, HARDWARE, SATURATE)
@@ -973,6 +1012,22 @@ def _store_cast_transposed(
     mask = (group * GRAN_K < limit_m)[:, None] & (cols < limit_n)[None, :]
     group = group.to(tl.int64) + row // GRAN_K
     _store_sf(sf_t_ptr, sf, (col + cols)[None, :], group[:, None], mask, sf_stride_n, sf_stride_m, PACKED)
+
+
+@jit
+def _swiglu_cast_tile(
+    x_ptr, weight_ptr, out_ptr, sf_ptr, row, col, h, rows, cols, valid, row_mask, col_mask, limit_m,
+    x_stride_m, x_stride_n, weight_stride, out_stride_m, out_stride_n, sf_stride_m, sf_stride_n, limit,
+    X_MAJOR: tl.constexpr, X_UNIT: tl.constexpr, OUT_MAJOR: tl.constexpr, OUT_UNIT: tl.constexpr,
+    GRAN_K: tl.constexpr, USE_UE8M0: tl.constexpr, PACKED: tl.constexpr, CUDA: tl.constexpr,
+    HARDWARE: tl.constexpr, SATURATE: tl.constexpr,
+):  # fmt: skip
+    gate, up = _load_halves(x_ptr, row, col, h, rows, cols, valid[:, None] & col_mask,
+                            x_stride_m, x_stride_n, X_MAJOR, X_UNIT)  # fmt: skip
+    y = _swiglu_rows(gate, up, weight_ptr, row, rows, valid, weight_stride, limit, CUDA)
+    sf = _store_cast(y, out_ptr, row, col, rows, cols, row_mask, col_mask, out_stride_m, out_stride_n,
+                     OUT_MAJOR, OUT_UNIT, GRAN_K, USE_UE8M0, HARDWARE, SATURATE, HARDWARE)  # fmt: skip
+    _store_row_sf(sf_ptr, sf, row, col, limit_m, h - col, sf_stride_m, sf_stride_n, GRAN_K, PACKED)
 
 
 @jit(
@@ -1033,18 +1088,26 @@ def swiglu_cast_kernel(
         sf_ptr += e * sf_stride_e
         if weight_ptr is not None:
             weight_ptr += e * weight_stride_e
-    # Programs take every num_programs-th tile, so that the rows of a short expert are spread too.
-    row = tl.program_id(1).to(tl.int64) * BLOCK_M
-    while row < m:
+    if MASKED:
+        # Programs take every num_programs-th tile, so that the rows of a short expert are spread too.
+        row = tl.program_id(1).to(tl.int64) * BLOCK_M
+        while row < m:
+            row_mask = rows < m - row
+            _swiglu_cast_tile(
+                x_ptr, weight_ptr, out_ptr, sf_ptr, row, col, h, rows, cols, row_mask, row_mask, col_mask, m - row,
+                x_stride_m, x_stride_n, weight_stride_m, out_stride_m, out_stride_n, sf_stride_m, sf_stride_n, limit,
+                X_MAJOR, X_UNIT, OUT_MAJOR, OUT_UNIT, GRAN_K, USE_UE8M0, PACKED, CUDA, HARDWARE, SATURATE,
+            )  # fmt: skip
+            row += tl.num_programs(1) * BLOCK_M
+    else:
+        row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * BLOCK_M
         row_mask = rows < m - row
-        valid = row_mask if MASKED else _valid_rows(rows_ptr, row, rows, row_mask, rows_stride)
-        gate, up = _load_halves(x_ptr, row, col, h, rows, cols, valid[:, None] & col_mask,
-                                x_stride_m, x_stride_n, X_MAJOR, X_UNIT)  # fmt: skip
-        y = _swiglu_rows(gate, up, weight_ptr, row, rows, valid, weight_stride_m, limit, CUDA)
-        sf = _store_cast(y, out_ptr, row, col, rows, cols, row_mask, col_mask, out_stride_m, out_stride_n,
-                         OUT_MAJOR, OUT_UNIT, GRAN_K, USE_UE8M0, HARDWARE, SATURATE)  # fmt: skip
-        _store_row_sf(sf_ptr, sf, row, col, m - row, h - col, sf_stride_m, sf_stride_n, GRAN_K, PACKED)
-        row += tl.num_programs(1) * BLOCK_M
+        valid = _valid_rows(rows_ptr, row, rows, row_mask, rows_stride)
+        _swiglu_cast_tile(
+            x_ptr, weight_ptr, out_ptr, sf_ptr, row, col, h, rows, cols, valid, row_mask, col_mask, m - row,
+            x_stride_m, x_stride_n, weight_stride_m, out_stride_m, out_stride_n, sf_stride_m, sf_stride_n, limit,
+            X_MAJOR, X_UNIT, OUT_MAJOR, OUT_UNIT, GRAN_K, USE_UE8M0, PACKED, CUDA, HARDWARE, SATURATE,
+        )  # fmt: skip
 
 
 @jit(
@@ -1091,6 +1154,7 @@ def swiglu_cast_with_transpose_kernel(
     HARDWARE: tl.constexpr,
     SATURATE: tl.constexpr,
     EVEN_H: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -1103,16 +1167,15 @@ def swiglu_cast_with_transpose_kernel(
     limit_m = tl.minimum(m - row, BLOCK_M).to(tl.int32)
     limit_n = tl.minimum(h - col, BLOCK_N).to(tl.int32)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    # All loads come before the first store, which they could not pass.
-    inputs = ()
+    inputs, ys, sfs = (), (), ()
     for i in tl.static_range(4):
-        rows = tl.arange(0, BLOCK_M // 4) * 4 + i
-        valid = _valid_rows(rows_ptr, row, rows, rows < limit_m, rows_stride)
-        gate, up = _load_halves(x_ptr, row, col, h, rows, cols, valid[:, None] & col_mask,
-                                x_stride_m, x_stride_n, X_MAJOR, X_UNIT)  # fmt: skip
-        inputs = inputs + ((gate, up, valid),)
-    ys, sfs = (), ()
-    for i in tl.static_range(4):
+        # Loads cannot pass a store: those of AHEAD quarters come first.
+        for j in tl.static_range(i + AHEAD - 1 if i else 0, min(i + AHEAD, 4)):
+            rows = tl.arange(0, BLOCK_M // 4) * 4 + j
+            valid = _valid_rows(rows_ptr, row, rows, rows < limit_m, rows_stride)
+            gate, up = _load_halves(x_ptr, row, col, h, rows, cols, valid[:, None] & col_mask,
+                                    x_stride_m, x_stride_n, X_MAJOR, X_UNIT)  # fmt: skip
+            inputs = inputs + ((gate, up, valid),)
         rows = tl.arange(0, BLOCK_M // 4) * 4 + i
         gate, up, valid = inputs[i]
         y = _swiglu_rows(gate, up, weight_ptr, row, rows, valid, weight_stride, limit, CUDA)
@@ -1136,7 +1199,7 @@ def _swiglu_backward_rows(dy, gate, up, weight_ptr, row, rows, valid, weight_str
     DTYPE: tl.constexpr = gate.dtype
     dy, raw_gate, raw_up = _widen(dy, CUDA), _widen(gate, CUDA), _widen(up, CUDA)
     gate, up = _clamp(raw_gate, raw_up, limit)
-    s = _over_one_plus_exp(tl.full(gate.shape, 1.0, tl.float32), gate, CUDA)
+    s = _sigmoid(gate, CUDA)
     silu = gate * s
     dot = tl.sum(dy * silu * up, axis=1)
     if weight_ptr is not None:
@@ -1227,6 +1290,7 @@ def swiglu_backward_cast_kernel(
     HARDWARE: tl.constexpr,
     SATURATE: tl.constexpr,
     EVEN_H: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -1239,18 +1303,17 @@ def swiglu_backward_cast_kernel(
     limit_m = tl.minimum(m - row, BLOCK_M).to(tl.int32)
     limit_n = tl.minimum(h - col, BLOCK_N).to(tl.int32)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    # All loads come before the first store, which they could not pass.
-    inputs = ()
+    inputs, gates, ups, gate_sfs, up_sfs, dots = (), (), (), (), (), ()
     for i in tl.static_range(4):
-        rows = tl.arange(0, BLOCK_M // 4) * 4 + i
-        valid = _valid_rows(rows_ptr, row, rows, rows < limit_m, rows_stride)
-        mask = valid[:, None] & col_mask
-        dy_tile = tile_pointers(dy_ptr, row, col, rows, cols, dy_stride_m, dy_stride_n, DY_MAJOR, DY_UNIT)
-        dy = tl.load(dy_tile, mask=mask, other=0.0)
-        gate, up = _load_halves(x_ptr, row, col, h, rows, cols, mask, x_stride_m, x_stride_n, X_MAJOR, X_UNIT)
-        inputs = inputs + ((dy, gate, up, valid),)
-    pairs, gate_sfs, up_sfs, dots = (), (), (), ()
-    for i in tl.static_range(4):
+        # Loads cannot pass a store: those of AHEAD quarters come first.
+        for j in tl.static_range(i + AHEAD - 1 if i else 0, min(i + AHEAD, 4)):
+            rows = tl.arange(0, BLOCK_M // 4) * 4 + j
+            valid = _valid_rows(rows_ptr, row, rows, rows < limit_m, rows_stride)
+            mask = valid[:, None] & col_mask
+            dy_tile = tile_pointers(dy_ptr, row, col, rows, cols, dy_stride_m, dy_stride_n, DY_MAJOR, DY_UNIT)
+            dy = tl.load(dy_tile, mask=mask, other=0.0)
+            gate, up = _load_halves(x_ptr, row, col, h, rows, cols, mask, x_stride_m, x_stride_n, X_MAJOR, X_UNIT)
+            inputs = inputs + ((dy, gate, up, valid),)
         rows = tl.arange(0, BLOCK_M // 4) * 4 + i
         dy, gate, up, valid = inputs[i]
         dgate, dup, dot = _swiglu_backward_rows(
@@ -1260,7 +1323,10 @@ def swiglu_backward_cast_kernel(
                               OUT_MAJOR, OUT_UNIT, GRAN_K, USE_UE8M0, HARDWARE, SATURATE)  # fmt: skip
         up_sf = _store_cast(dup, out_ptr, row, col + h, rows, cols, rows < limit_m, col_mask, out_stride_m, out_stride_n,
                             OUT_MAJOR, OUT_UNIT, GRAN_K, USE_UE8M0, HARDWARE, SATURATE)  # fmt: skip
-        pairs, dots = pairs + (_pack(dgate, dup, DTYPE, CUDA),), dots + (dot[:, None],)
+        gates, ups, dots = gates + (dgate,), ups + (dup,), dots + (dot[:, None],)
+        if i % 2 == 1:
+            gates = gates[:-2] + (_pack(gates[-2], gates[-1], DTYPE, CUDA),)
+            ups = ups[:-2] + (_pack(ups[-2], ups[-1], DTYPE, CUDA),)
         gate_sfs, up_sfs = gate_sfs + (gate_sf,), up_sfs + (up_sf,)
     gate_sf = _interleave(gate_sfs[0], gate_sfs[1], gate_sfs[2], gate_sfs[3])
     _store_row_sf(sf_ptr, gate_sf, row, col, limit_m, limit_n, sf_stride_m, sf_stride_n, GRAN_K, PACKED)
@@ -1270,16 +1336,13 @@ def swiglu_backward_cast_kernel(
         dot = tl.reshape(_interleave(dots[0], dots[1], dots[2], dots[3]), [BLOCK_M])
         rows = tl.arange(0, BLOCK_M)
         tl.store(partial_ptr + (tl.program_id(0).to(tl.int64) * m + row) + rows, dot, mask=rows < limit_m)
-    y0, y1 = _first(pairs[0], DTYPE, CUDA), _first(pairs[1], DTYPE, CUDA)
-    y2, y3 = _first(pairs[2], DTYPE, CUDA), _first(pairs[3], DTYPE, CUDA)
-    _store_cast_transposed(y0, y1, y2, y3, out_t_ptr, sf_t_ptr, row, col, limit_m, limit_n,
-                           t_stride_n, t_stride_m, sf_t_stride_n, sf_t_stride_m, T_MAJOR, T_UNIT,
-                           GRAN_K, USE_UE8M0, PACKED, HARDWARE, SATURATE)  # fmt: skip
-    # The other half goes to the rows from h on.
-    y0, y1 = _second(pairs[0], DTYPE, CUDA), _second(pairs[1], DTYPE, CUDA)
-    y2, y3 = _second(pairs[2], DTYPE, CUDA), _second(pairs[3], DTYPE, CUDA)
-    _store_cast_transposed(y0, y1, y2, y3, out_t_ptr, sf_t_ptr, row, col + h, limit_m, limit_n,
-                           t_stride_n, t_stride_m, sf_t_stride_n, sf_t_stride_m, T_MAJOR, T_UNIT,
-                           GRAN_K, USE_UE8M0, PACKED, HARDWARE, SATURATE)  # fmt: skip
+    for half in tl.static_range(2):
+        # Gradients of up go to the rows from h on.
+        low, high = (gates, ups)[half]
+        y0, y1 = _first(low, DTYPE, CUDA), _second(low, DTYPE, CUDA)
+        y2, y3 = _first(high, DTYPE, CUDA), _second(high, DTYPE, CUDA)
+        _store_cast_transposed(y0, y1, y2, y3, out_t_ptr, sf_t_ptr, row, col + half * h, limit_m, limit_n,
+                               t_stride_n, t_stride_m, sf_t_stride_n, sf_t_stride_m, T_MAJOR, T_UNIT,
+                               GRAN_K, USE_UE8M0, PACKED, HARDWARE, SATURATE)  # fmt: skip
     if weight_ptr is not None:
         _sum_partial(dweight_ptr, partial_ptr, arrived_ptr, row, m, dweight_stride, BLOCK_M)

@@ -20,6 +20,7 @@ from ._call import (
     sf_spec,
 )
 from ._ops import add_op_namespace_prefix, ops
+from ._quant import max_abs_bits, to_fp32
 from ._tile_cast import TileCast, reciprocal
 from ._tiles import layout, tile_pointers
 from ._triton import Launch, jit, tl
@@ -183,31 +184,34 @@ def bind_per_token_cast_to_fp4(x, use_ue8m0, gran_k, use_packed_ue8m0, out, out_
 def _to_e2m1_asm() -> str:
     """Eight fp32 values, $1 to $4 the even columns and $5 to $8 the odd ones, to a word of e2m1.
 
-    The index of |y| is what its bits as fp16 of y * 2^-14 round to at bit 9. Ties go toward zero because the values are
-    lowered before that, by less than their spacing; truncation to fp16 keeps on which side of a tie they are.
+    The index of |y| is what its bits as fp16 of y * 2^-14 round to at bit 9. Ties go toward zero because the product is
+    with the number below 2^-14, and what it and the truncation to fp16 take off is less than the spacing of fp32.
     """
-    lines = [".reg .f32 a, b;", ".reg .b32 h, s, w, signs;"]
-    # Fields 16 bits apart: nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7.
-    for p, (low, high) in enumerate((("$1", "$3"), ("$5", "$7"), ("$2", "$4"), ("$6", "$8"))):
-        for register, y in (("a", low), ("b", high)):
-            lines += [
-                f"abs.f32 {register}, {y};",
-                f"min.f32 {register}, {register}, 0f40C00000;",  # 6, also for NaN
-                f"fma.rm.f32 {register}, {register}, 0f38800000, 0f8D800000;",  # * 2^-14 - 2^-100
-            ]
-        lines += [
-            "cvt.rz.f16x2.f32 h, b, a;",
-            "add.u32 h, h, 0x01000100;",
-            f"shr.b32 h, h, {9 - 4 * p};" if p < 3 else "shl.b32 h, h, 3;",
-            f"and.b32 h, h, {0x00070007 << 4 * p:#x};",
-            "mov.b32 w, h;" if p == 0 else "or.b32 w, w, h;",
-            f"cvt.rz.f16x2.f32 s, {high}, {low};",
-            f"shr.b32 s, s, {12 - 4 * p};",
-            f"and.b32 s, s, {0x00080008 << 4 * p:#x};",
-            "mov.b32 signs, s;" if p == 0 else "or.b32 signs, signs, s;",
-        ]
+
+    def halves(clamp):
+        # Bytes 1 and 3 of a pair of fp16 values have the sign on top and the index in bits 1 to 3.
+        lines = []
+        for h, low, high in (("h0", "$1", "$2"), ("h1", "$3", "$4"), ("h2", "$5", "$6"), ("h3", "$7", "$8")):
+            for register, y in (("a", low), ("b", high)):
+                if clamp:
+                    lines.append(f"min.f32 {register}, {y}, 0f40C00000; max.f32 {register}, {register}, 0fC0C00000;")
+                lines.append(f"mul.rz.f32 {register}, {register if clamp else y}, 0f387FFFFF;")
+            lines.append(f"cvt.rz.f16x2.f32 {h}, b, a;")
+        return lines
+
+    lines = [".reg .f32 a, b;", ".reg .b32 h0, h1, h2, h3, even, odd, signs;", ".reg .pred finite;", *halves(False)]
+    # Only Inf and NaN, which are 6 and -6 then, are that large.
+    lines += [
+        "or.b32 even, h0, h1;", "or.b32 odd, h2, h3;", "or.b32 even, even, odd;", "and.b32 even, even, 0x70007000;",
+        "setp.eq.u32 finite, even, 0;", "@finite bra DONE;", *halves(True), "DONE:",
+    ]  # fmt: skip
+    lines += [f"add.u32 h{i}, h{i}, 0x01000100;" for i in range(4)]
+    lines += ["prmt.b32 even, h0, h1, 0x7531;", "prmt.b32 odd, h2, h3, 0x7531;"]
+    lines += ["shr.b32 signs, even, 4;", "and.b32 signs, signs, 0x08080808;", "and.b32 h0, odd, 0x80808080;"]
+    lines += ["or.b32 signs, signs, h0;", "shr.b32 even, even, 1;", "and.b32 even, even, 0x07070707;"]
+    lines += ["shl.b32 odd, odd, 3;", "and.b32 odd, odd, 0x70707070;", "or.b32 even, even, odd;"]
     # Zero has no sign: a nibble's top bit is set by the addition where its index is not 0.
-    lines += ["add.u32 h, w, 0x77777777;", "and.b32 h, h, signs;", "or.b32 $0, w, h;"]
+    lines += ["add.u32 odd, even, 0x77777777;", "and.b32 odd, odd, signs;", "or.b32 $0, even, odd;"]
     return "{" + " ".join(lines) + "}"
 
 
@@ -232,11 +236,9 @@ def _fp4_sf(amax_bits, USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr):
     """`group_sf` for e2m1."""
     sf = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True) * 0.16666666666666666  # fp32(1/6)
     if USE_UE8M0:
-        bits = sf.to(tl.int32, bitcast=True)
-        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
-        exponent = tl.minimum(tl.maximum(exponent, 1), 254)
-        sf = (exponent << 23).to(tl.float32, bitcast=True)
-        inv = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+        bits = (tl.minimum(sf.to(tl.int32, bitcast=True), 0x7F000000) + 0x7FFFFF) & 0x7F800000
+        sf = bits.to(tl.float32, bitcast=True)
+        inv = tl.maximum(0x7F000000 - bits, 0x400000).to(tl.float32, bitcast=True)
     else:
         inv = reciprocal(sf, HARDWARE)
     return sf, inv
@@ -287,9 +289,9 @@ def per_token_cast_to_fp4_kernel(
         pair_mask = pair_mask & (pairs < n.to(tl.int64) * (N_UNIT // 2) - col // 2)[None, :]
 
     x_tile = tile_pointers(x_ptr, row, col, rows, cols, x_stride_m, x_stride_n, X_MAJOR, X_UNIT)
-    x = tl.load(x_tile, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    groups = tl.reshape(x, [BLOCK_M, GROUPS, GRAN_K])
-    amax_bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
+    x = tl.load(x_tile, mask=mask, other=0.0)  # [BLOCK_M, BLOCK_N]
+    groups = tl.reshape(to_fp32(x, HARDWARE), [BLOCK_M, GROUPS, GRAN_K])
+    amax_bits = max_abs_bits(groups, HARDWARE)
     sf, inv = _fp4_sf(amax_bits, USE_UE8M0, HARDWARE)  # [BLOCK_M, GROUPS]
     low, high = tl.split(tl.reshape(groups * inv[:, :, None], [BLOCK_M, BLOCK_N // 2, 2]))
     if HARDWARE:

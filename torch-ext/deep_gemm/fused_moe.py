@@ -537,11 +537,15 @@ class MoeConfig:
     block_m: int
     block_n: int
     num_warps: int
+    tokens_first: bool = False
 
 
-def gather_cast_config() -> MoeConfig:
-    """Tokens and columns of a tile, and warps; sixteen elements a thread make one 16-byte store."""
-    return MoeConfig(2, 1024, 4)
+def gather_cast_config(mn_major_sf: bool) -> MoeConfig:
+    """Tokens and columns of a tile, warps, and order of the tiles; 16 elements a thread make one 16-byte store.
+
+    Going down the tokens first fills a sector of MN-major scale factors, 8 rows of one expert, while it is in L2.
+    """
+    return MoeConfig(2, 1024, 4, mn_major_sf)
 
 
 def combine_config(topk: int) -> MoeConfig:
@@ -617,7 +621,8 @@ def _cast_constants(device, use_ue8m0, gran_k, use_packed_ue8m0):
 def bind_gather_cast(x, row_map, num_rows, use_ue8m0, gran_k, use_packed_ue8m0, out, out_sf) -> Launch:
     """The kernel for tensors of these dtypes, shapes and strides."""
     (m, n), topk = x.shape, row_map.shape[1]
-    config = gather_cast_config()
+    # Axis y ends at 65535.
+    config = gather_cast_config(out_sf.stride(0) == 1 and n <= 2**25)
     x_major, x_unit, *x_strides = layout(x, n)
     out_major, out_unit, *out_strides = layout(out, n)
     n_unit = math.gcd(16, n)
@@ -626,9 +631,12 @@ def bind_gather_cast(x, row_map, num_rows, use_ue8m0, gran_k, use_packed_ue8m0, 
     constants = (
         topk, n_unit, x_major, x_unit, out_major, out_unit,
         *_cast_constants(device, use_ue8m0, gran_k, use_packed_ue8m0),
-        n % config.block_n == 0, config.block_m, config.block_n,
+        n % config.block_n == 0, config.tokens_first, config.block_m, config.block_n,
     )  # fmt: skip
-    return Launch(gather_cast_kernel, _token_grid(n, m, config), scalars + constants, config.num_warps, device)
+    grid = _token_grid(n, m, config)
+    if config.tokens_first:
+        grid = (ceil_div(m, config.block_m), ceil_div(n, config.block_n), 1)
+    return Launch(gather_cast_kernel, grid, scalars + constants, config.num_warps, device)
 
 
 def bind_combine(y, row_map, topk_weights, weighted, out) -> Launch:
@@ -849,11 +857,15 @@ def gather_cast_kernel(
     HARDWARE: tl.constexpr,
     SATURATE: tl.constexpr,
     EVEN_N: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    col = tl.program_id(0).to(tl.int64) * BLOCK_N
-    token = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * BLOCK_M
+    fast = tl.program_id(0)
+    slow = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    tile_m, tile_n = (fast, slow) if TOKENS_FIRST else (slow, fast)
+    col = tile_n.to(tl.int64) * BLOCK_N
+    token = tile_m.to(tl.int64) * BLOCK_M
     tokens, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     n = n.to(tl.int64) * N_UNIT
     token_mask = tokens < m - token

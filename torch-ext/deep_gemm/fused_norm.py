@@ -28,7 +28,7 @@ from ._call import (
     sf_spec,
 )
 from ._ops import add_op_namespace_prefix, ops
-from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
+from ._quant import converts_in_hardware, group_sf, max_abs_bits, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
 from ._tiles import layout, tile_pointers
 from ._triton import Launch, jit, tl
 from .utils.math import ceil_div, per_token_cast_to_fp8
@@ -518,12 +518,15 @@ def _add_neighbouring_lanes(x, BLOCK_M: tl.constexpr):
 @jit
 def _cast_groups(
     x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRAN_K: tl.constexpr,
-    USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr, SATURATE: tl.constexpr,
+    USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr, SATURATE: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """e4m3 bytes [BLOCK_M, BLOCK_N] and scale factors [BLOCK_M, groups] of an fp32 tile."""
+    """e4m3 bytes [BLOCK_M, BLOCK_N] and scale factors [BLOCK_M, groups] of an fp32 tile.
+
+    A NaN-propagating maximum takes fewer instructions, and belongs in no kernel that stores a transposed copy.
+    """
     groups = tl.reshape(x, [BLOCK_M, BLOCK_N // GRAN_K, GRAN_K])
-    amax_bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
-    sf, inv = group_sf(amax_bits, USE_UE8M0)
+    amax_bits = max_abs_bits(groups, HARDWARE and not TRANSPOSED)
+    sf, inv = group_sf(amax_bits, USE_UE8M0, HARDWARE)
     scaled = tl.reshape(groups * inv[:, :, None], [BLOCK_M, BLOCK_N])
     if SATURATE:
         byte = to_e4m3(scaled, HARDWARE)
@@ -746,7 +749,7 @@ def rms_norm_transposed_cast_kernel(
     y = tl.where(mask, _round_to(y, h.dtype, HARDWARE), 0.0)
     # Transposed before the cast: FP8 tiles that change layout have come out corrupted on Hopper.
     y = _widen(tl.trans(y), HARDWARE)  # [BLOCK_N, 128]
-    byte, sf = _cast_groups(y, BLOCK_N, 128, 128, USE_UE8M0, HARDWARE, SATURATE)
+    byte, sf = _cast_groups(y, BLOCK_N, 128, 128, USE_UE8M0, HARDWARE, SATURATE, True)
     out_tile = tile_pointers(out_ptr, col, row, cols, rows, out_stride_m, out_stride_n, OUT_MAJOR, OUT_UNIT)
     tl.store(out_tile, byte, mask=col_mask[:, None] & row_mask[None, :])
     sf_tile = sf_ptr + ((col + cols) * sf_stride_m + row // 128 * sf_stride_n)[:, None]
