@@ -8,33 +8,16 @@ here but not built yet raise NotImplementedError.
 from . import testing, utils
 from ._not_built import (
     SymmBuffer,
-    bf16_gemm_nn,
-    bf16_gemm_nt,
-    bf16_gemm_tn,
-    bf16_gemm_tt,
     bf16_m_grouped_gemm_nt_masked,
-    cublaslt_gemm_nn,
-    cublaslt_gemm_nt,
-    cublaslt_gemm_tn,
-    cublaslt_gemm_tt,
     einsum,
     fp8_einsum,
-    fp8_fp4_gemm_nn,
-    fp8_fp4_gemm_nt,
-    fp8_fp4_gemm_tn,
-    fp8_fp4_gemm_tt,
     fp8_fp4_mega_moe,
     fp8_fp4_mqa_logits,
     fp8_fp4_paged_mqa_logits,
-    fp8_gemm_nn,
-    fp8_gemm_nt,
     fp8_gemm_nt_skip_head_mid,
-    fp8_gemm_tn,
-    fp8_gemm_tt,
     fp8_m_grouped_gemm_nt_masked,
     fp8_mqa_logits,
     fp8_paged_mqa_logits,
-    gemm_fp8_fp8_bf16_nt,
     get_paged_mqa_logits_metadata,
     get_symm_buffer_for_mega_moe,
     k_grouped_bf16_gemm_tn_contiguous,
@@ -54,7 +37,6 @@ from ._not_built import (
     m_grouped_gemm_fp8_fp8_bf16_nt_masked,
     tf32_hc_prenorm_gemm,
     transform_weights_for_mega_moe,
-    wgrad_gemm_fp8_fp8_fp32_nt,
 )
 from ._runtime import (
     get_k_alignment_for_contiguous_layout,
@@ -99,6 +81,26 @@ from .fused_moe import (
 )
 from .fused_norm import fused_rms_norm_backward, fused_rms_norm_cast_to_fp8
 from .fused_transpose_cast import fused_per_channel_cast_to_fp8_transposed, fused_per_token_and_channel_cast_to_fp8
+from .gemm.dense import (
+    bf16_gemm_nn,
+    bf16_gemm_nt,
+    bf16_gemm_tn,
+    bf16_gemm_tt,
+    cublaslt_gemm_nn,
+    cublaslt_gemm_nt,
+    cublaslt_gemm_tn,
+    cublaslt_gemm_tt,
+    fp8_fp4_gemm_nn,
+    fp8_fp4_gemm_nt,
+    fp8_fp4_gemm_tn,
+    fp8_fp4_gemm_tt,
+    fp8_gemm_nn,
+    fp8_gemm_nt,
+    fp8_gemm_tn,
+    fp8_gemm_tt,
+    gemm_fp8_fp8_bf16_nt,
+    wgrad_gemm_fp8_fp8_fp32_nt,
+)
 from .utils.layout import get_tma_aligned_size
 
 __version__ = "3.0.0"

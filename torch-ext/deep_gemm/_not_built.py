@@ -12,45 +12,10 @@ def _not_built(name, instead):
 
 
 _FP8 = "torch._scaled_mm with block-wise scales"
-_BF16 = "torch.matmul"
 _FP8_GROUPED = "one torch._scaled_mm with block-wise scales for each group"
 _BF16_GROUPED = "one torch.matmul for each group"
 _LOGITS = "torch.einsum on dequantised operands"
 _MEGA_MOE = "a grouped or eager experts implementation"
-
-
-def fp8_fp4_gemm_nt(
-    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False
-):
-    """d = c + A @ B for block-scaled FP8 or FP4 (data, sf) pairs. Not built."""
-    _not_built("fp8_fp4_gemm_nt", _FP8)
-
-
-def fp8_fp4_gemm_nn(
-    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False
-):
-    """d = c + A @ B for block-scaled FP8 or FP4 (data, sf) pairs. Not built."""
-    _not_built("fp8_fp4_gemm_nn", _FP8)
-
-
-def fp8_fp4_gemm_tn(
-    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="mn", disable_ue8m0_cast=False
-):
-    """d = c + A @ B for block-scaled FP8 or FP4 (data, sf) pairs. Not built."""
-    _not_built("fp8_fp4_gemm_tn", _FP8)
-
-
-def fp8_fp4_gemm_tt(
-    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="mn", disable_ue8m0_cast=False
-):
-    """d = c + A @ B for block-scaled FP8 or FP4 (data, sf) pairs. Not built."""
-    _not_built("fp8_fp4_gemm_tt", _FP8)
-
-
-fp8_gemm_nt = fp8_fp4_gemm_nt
-fp8_gemm_nn = fp8_fp4_gemm_nn
-fp8_gemm_tn = fp8_fp4_gemm_tn
-fp8_gemm_tt = fp8_fp4_gemm_tt
 
 
 def m_grouped_fp8_fp4_gemm_nt_contiguous(
@@ -118,26 +83,6 @@ def k_grouped_fp8_gemm_nt_contiguous(a, b, d, ks, ks_tensor, c=None, recipe=(1, 
     _not_built("k_grouped_fp8_gemm_nt_contiguous", _FP8_GROUPED)
 
 
-def bf16_gemm_nt(a, b, d, c=None, compiled_dims="nk"):
-    """d = c + A @ B in BF16. Not built."""
-    _not_built("bf16_gemm_nt", _BF16)
-
-
-def bf16_gemm_nn(a, b, d, c=None, compiled_dims="nk"):
-    """d = c + A @ B in BF16. Not built."""
-    _not_built("bf16_gemm_nn", _BF16)
-
-
-def bf16_gemm_tn(a, b, d, c=None, compiled_dims="mn"):
-    """d = c + A @ B in BF16. Not built."""
-    _not_built("bf16_gemm_tn", _BF16)
-
-
-def bf16_gemm_tt(a, b, d, c=None, compiled_dims="mn"):
-    """d = c + A @ B in BF16. Not built."""
-    _not_built("bf16_gemm_tt", _BF16)
-
-
 def m_grouped_bf16_gemm_nt_contiguous(
     a, b, d, grouped_layout, compiled_dims="nk", use_psum_layout=False, expected_m_for_psum_layout=None
 ):
@@ -161,26 +106,6 @@ bf16_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked
 def k_grouped_bf16_gemm_tn_contiguous(a, b, d, ks, ks_tensor, c=None, compiled_dims="mn"):
     """d[g] = c[g] + A_g @ B_g, BF16, groups one after the other along K. Not built."""
     _not_built("k_grouped_bf16_gemm_tn_contiguous", _BF16_GROUPED)
-
-
-def cublaslt_gemm_nt(a, b, d, c=None):
-    """d = c + A @ B by cuBLASLt. Not built."""
-    _not_built("cublaslt_gemm_nt", _BF16)
-
-
-def cublaslt_gemm_nn(a, b, d, c=None):
-    """d = c + A @ B by cuBLASLt. Not built."""
-    _not_built("cublaslt_gemm_nn", _BF16)
-
-
-def cublaslt_gemm_tn(a, b, d, c=None):
-    """d = c + A @ B by cuBLASLt. Not built."""
-    _not_built("cublaslt_gemm_tn", _BF16)
-
-
-def cublaslt_gemm_tt(a, b, d, c=None):
-    """d = c + A @ B by cuBLASLt. Not built."""
-    _not_built("cublaslt_gemm_tt", _BF16)
 
 
 def fp8_gemm_nt_skip_head_mid(a, b, d, head_splits, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
@@ -258,11 +183,6 @@ def tf32_hc_prenorm_gemm(a, b, d, sqr_sum, num_splits=None):
     _not_built("tf32_hc_prenorm_gemm", "torch.matmul and torch.sum")
 
 
-def gemm_fp8_fp8_bf16_nt(lhs, rhs, out):
-    """First-generation name of fp8_gemm_nt with recipe (1, 128, 128). Not built."""
-    _not_built("gemm_fp8_fp8_bf16_nt", _FP8)
-
-
 def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs, rhs, out, m_indices):
     """First-generation name of m_grouped_fp8_gemm_nt_contiguous. Not built."""
     _not_built("m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", _FP8_GROUPED)
@@ -271,11 +191,6 @@ def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(lhs, rhs, out, m_indices):
 def m_grouped_gemm_fp8_fp8_bf16_nt_masked(lhs, rhs, out, masked_m, expected_m):
     """First-generation name of m_grouped_fp8_gemm_nt_masked. Not built."""
     _not_built("m_grouped_gemm_fp8_fp8_bf16_nt_masked", _FP8_GROUPED)
-
-
-def wgrad_gemm_fp8_fp8_fp32_nt(lhs, rhs, out):
-    """First-generation name of fp8_gemm_nt with c = out and recipe (1, 1, 128). Not built."""
-    _not_built("wgrad_gemm_fp8_fp8_fp32_nt", _FP8)
 
 
 def k_grouped_wgrad_gemm_fp8_fp8_fp32_nt(lhs, rhs, out, batch_sizes):

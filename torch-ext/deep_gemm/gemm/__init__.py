@@ -1,0 +1,1 @@
+"""Dense GEMMs: public functions in `dense`, their definition in `reference`, the kernels in `hopper` and `portable`."""
