@@ -1,9 +1,10 @@
-"""README's benchmark tables, and the plots, from benchmarks/results/*.json.
+"""The benchmark tables of README.md and docs/, and the plots, from benchmarks/results/*.json.
 
-Fills each `<!-- bench:<stem> --> ... <!-- /bench -->` of README.md.
+Fills each `<!-- bench:<stem> --> ... <!-- /bench -->`.
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -51,8 +52,8 @@ def table(rows):
     return "\n".join(lines)
 
 
-def section(stem, results):
-    """Plot and table of one benchmark, for each GPU that it ran on."""
+def section(stem, results, root):
+    """Plot and table of one benchmark, for each GPU that it ran on; root: the way from the page to README's folder."""
     parts = []
     for gpu, content in results.items():
         rows = [row for row in content["rows"] if row["benchmark"] == stem]
@@ -64,31 +65,30 @@ def section(stem, results):
             f"Python {env['python']}, {env['cpu']}; kernel `{env['kernel']}`, {env['date']}."
         )
         if stem in PLOTS:
-            parts.append(f"![{stem} on {env['gpu']}](benchmarks/results/{gpu}_{stem}.svg)")
+            parts.append(f"![{stem} on {env['gpu']}]({root}benchmarks/results/{gpu}_{stem}.svg)")
         parts.append(f"Cells: measured / measured beside it in the same run, ratio. {MISSED} misses the bar.")
         parts.append(table(rows))
         parts.append("\n".join(f"- {name}: {text}." for name, text in env["timing"].items()))
     return "\n\n".join(parts)
 
 
-def render(readme, results):
-    """README's text with every marked block filled; blocks without results stay as they are."""
-    stems = dict.fromkeys(row["benchmark"] for content in results.values() for row in content["rows"])
-    for stem in stems:
+def render(page, results, root=""):
+    """A page's text with every marked block filled; blocks without results stay as they are."""
+    for stem in measured(results):
         block = re.compile(rf"(<!-- bench:{stem} -->\n).*?(<!-- /bench -->)", re.S)
-        if not block.search(readme):
-            sys.exit(f"README.md has no <!-- bench:{stem} --> ... <!-- /bench -->")
-        text = section(stem, results)
-        readme = block.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", readme)
-    return readme
+        if block.search(page):
+            text = section(stem, results, root)
+            page = block.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
+    return page
+
+
+def measured(results):
+    return dict.fromkeys(row["benchmark"] for content in results.values() for row in content["rows"])
 
 
 def plot_fused_cast(content, path):
     """At hidden 4096: time against tokens, eager and in a graph, and share of the copy rate, beside the reference."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    plt = _pyplot("fused_cast")
 
     def series(metric, recipe, value):
         """({tokens: value}) of the rows of a metric and recipe."""
@@ -101,8 +101,6 @@ def plot_fused_cast(content, path):
         axis.plot(reference.keys(), reference.values(), "s--", color=color, alpha=0.6, label=f"reference, {recipe}")
 
     rows = [row for row in content["rows"] if row["benchmark"] == "fused_cast"]
-    style = {"font.size": 10, "lines.markersize": 5, "axes.spines.top": False, "axes.spines.right": False}
-    plt.rcParams.update({**style, "svg.hashsalt": "fused_cast"})
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
     speedup = "speedup over the reference"
     times = {"Eager call": f"{speedup} (eager)", "Graph replay": f"{speedup} (graph replay)"}
@@ -120,7 +118,7 @@ def plot_fused_cast(content, path):
         axis.yaxis.set_major_formatter("{x:g}")
     axes[2].axhline(1, color="0.4", linewidth=1)
     axes[2].set(ylabel="share", ylim=(0, 1.1), title="Rate, device copy = 100%")
-    axes[2].yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+    axes[2].yaxis.set_major_formatter(plt.matplotlib.ticker.PercentFormatter(1))
     for axis in axes:
         ticks = sorted({tokens for line in axis.get_lines()[:4] for tokens in line.get_xdata()})
         axis.set(xscale="log", xlabel="tokens")
@@ -130,19 +128,56 @@ def plot_fused_cast(content, path):
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     gpu = content["environment"]["fused_cast"]["gpu"]
     figure.suptitle(f"fused_per_token_cast_to_fp8 on one {gpu}, BF16 input, hidden 4096", fontsize=12)
+    _save(figure, path)
+
+
+def plot_shares(stem, content, path):
+    """The share of the copy rate of each kernel of a benchmark, one bar for each of its cases."""
+    plt = _pyplot(stem)
+    rows = [row for row in content["rows"] if row["benchmark"] == stem and row["metric"].startswith("share")]
+    figure, axis = plt.subplots(figsize=(9, 0.24 * len(rows) + 1.2), layout="constrained")
+    colors = ["#dc2626" if met(row) is False else "#2563eb" for row in rows]
+    axis.barh([row["case"] for row in rows], [row["ratio"] for row in rows], color=colors)
+    for place, row in enumerate(rows):
+        if row["bar"]:
+            axis.plot([float(row["bar"].split()[2])] * 2, [place - 0.45, place + 0.45], color="0.1", linewidth=1.5)
+    axis.axvline(1, color="0.4", linewidth=1)
+    axis.xaxis.set_major_formatter(plt.matplotlib.ticker.PercentFormatter(1))
+    axis.invert_yaxis()
+    axis.set(title=f"Rate on one {content['environment'][stem]['gpu']}, device copy = 100%; black: the bar")
+    _save(figure, path)
+
+
+def _pyplot(stem):
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    style = {"font.size": 10, "lines.markersize": 5, "axes.spines.top": False, "axes.spines.right": False}
+    plt.rcParams.update({**style, "svg.fonttype": "none", "svg.hashsalt": stem})
+    return plt
+
+
+def _save(figure, path):
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    _pyplot(path.stem).close(figure)
 
 
-PLOTS = {"fused_cast": plot_fused_cast}
+SHARES = ("fused_block_cast", "fused_transpose_cast", "fused_activation", "fused_norm", "fused_moe")
+PLOTS = {"fused_cast": plot_fused_cast, **{stem: functools.partial(plot_shares, stem) for stem in SHARES}}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail if README.md is stale or a plot missing")
+    parser.add_argument("--check", action="store_true", help="fail if a page is stale or a plot missing")
     args = parser.parse_args()
-    results, readme = load(RESULTS), ROOT / "README.md"
-    rendered = render(readme.read_text(), results)
+    results = load(RESULTS)
+    pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    for stem in measured(results):
+        if not any(f"<!-- bench:{stem} -->" in page for page in pages.values()):
+            sys.exit(f"no page has <!-- bench:{stem} --> ... <!-- /bench -->")
+    rendered = {path: render(page, results, "../" * (path.parent != ROOT)) for path, page in pages.items()}
     plots = {
         RESULTS / f"{gpu}_{stem}.svg": (plot, content)
         for gpu, content in results.items()
@@ -150,9 +185,11 @@ def main():
         if stem in content["environment"]
     }
     if args.check:
-        stale = [path.name for path in plots if not path.exists()] + ["README.md"] * (rendered != readme.read_text())
+        stale = [path.name for path in plots if not path.exists()]
+        stale += [path.name for path, page in pages.items() if rendered[path] != page]
         sys.exit(f"out of date, run scripts/render_results.py: {', '.join(stale)}" if stale else 0)
-    readme.write_text(rendered)
+    for path, page in rendered.items():
+        path.write_text(page)
     for path, (plot, content) in plots.items():
         plot(content, path)
 
