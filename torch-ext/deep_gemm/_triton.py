@@ -55,7 +55,7 @@ def _missing_build_tools() -> str:
 class Launch:
     """A kernel with everything bound but the tensors, for one device.
 
-    `args` are the kernel's arguments after its pointers, scalars and constexprs alike; `options` are the compiler's. The
+    `args` are the kernel's arguments after its pointers, scalars and constexprs alike; `options` the compiler's. The
     first call with pointers of a given alignment goes through Triton's own launch, which compiles; later ones call the
     compiled kernel's C entry, which takes the host a quarter of the time. Profiler hooks and unknown Triton versions
     take the ordinary launch.
