@@ -279,11 +279,12 @@ def test_what_is_compiled_for_hopper(rows, columns, groups, use_ue8m0):
     hopper = launch.launch()
     compiled = compile_launch(hopper, tensors, 90, HARDWARE=True, SATURATE=not use_ue8m0)
     assert compiled.stack == 0 and compiled.local == 0
-    # So many tiles at a time keep an SM's share of the memory busy.
-    tiles = {("token", "channel"): 3, ("block", "block"): 4}.get((rows, columns), 2)
-    assert compiled.registers * hopper.options["num_warps"] * 32 <= 65536 // tiles
+    # Two tiles on an SM at a time.
+    assert compiled.registers * hopper.options["num_warps"] * 32 <= 65536 // 2
     config = tile_cast.tile_cast_config(rows, columns)
     per_thread = config.block_m * config.block_n // (32 * config.num_warps)
     assert compiled.instructions("LDG").count("LDG.E.128") == per_thread // 8
-    wide = (rows != "") + (columns != "")
+    # The transposed copy of a block goes out 8 bytes at a time: 16 warps were faster than wider stores.
+    wide = (rows != "") + (columns == "channel")
     assert compiled.instructions("STG").count("STG.E.128") == per_thread // 16 * wide
+    assert compiled.instructions("STG").count("STG.E.64") == (per_thread // 8 if columns == "block" else 0)

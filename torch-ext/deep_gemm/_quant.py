@@ -84,10 +84,12 @@ def group_sf(amax_bits, USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr = False)
     amax = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True)  # 1e-4
     sf = amax * 0.002232142857142857  # fp32(1/448), as torch divides by a scalar on CUDA
     if USE_UE8M0:
-        # The carry out of the mantissa rounds up; 2^127 is the largest, and its reciprocal is subnormal.
-        bits = (tl.minimum(sf.to(tl.int32, bitcast=True), 0x7F000000) + 0x7FFFFF) & 0x7F800000
-        sf = bits.to(tl.float32, bitcast=True)
-        inv = tl.maximum(0x7F000000 - bits, 0x400000).to(tl.float32, bitcast=True)
+        bits = sf.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+        sf = (exponent << 23).to(tl.float32, bitcast=True)
+        # 2^-127, the reciprocal of the largest, is subnormal.
+        inv = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
     else:
         inv = reciprocal(sf, HARDWARE)
     return sf, inv

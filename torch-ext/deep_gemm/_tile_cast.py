@@ -20,7 +20,7 @@ from ._call import (
     served_by_triton,
 )
 from ._ops import add_op_namespace_prefix, ops
-from ._quant import converts_in_hardware, group_sf, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
+from ._quant import converts_in_hardware, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
 from ._tiles import layout, tile_pointers
 from ._triton import Launch, jit, tl
 from .utils.math import align, ceil_div, per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
@@ -214,7 +214,7 @@ def tile_cast_config(rows: str, columns: str) -> TileCastConfig:
         ("", "channel"): TileCastConfig(128, 64, 4, True),
         ("channel", ""): TileCastConfig(128, 64, 4, False),
         ("block", ""): TileCastConfig(128, 128, 4, False),
-        ("block", "block"): TileCastConfig(128, 128, 8, False, twice=True),
+        ("block", "block"): TileCastConfig(128, 128, 16, False),
         ("token", "channel"): TileCastConfig(128, 128, 8, False, twice=True),
     }[rows, columns]
 
@@ -293,14 +293,13 @@ def _add3(a0, a1, a2, b0, b1, b2):
 
 @jit
 def _group_of_block(ks_ptr, block, groups, alignment, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of the group that holds a block, 0 past the last group, and the blocks and rows of x before the group."""
+    """Index of the group that holds a block, `groups` past the last, and the blocks and rows of x before it."""
     group = tl.arange(0, GROUPS)
     k = tl.load(ks_ptr + group, mask=group < groups, other=0).to(tl.int32)
     blocks = (k + (BLOCK - 1)) // BLOCK
-    end = tl.cumsum(blocks, 0)
+    before = ((tl.cumsum(blocks, 0) <= block) & (group < groups)).to(tl.int32)
     aligned = (k + (alignment - 1)) // alignment * alignment
-    before, holds = end <= block, (end > block) & (end - blocks <= block)
-    return tl.reduce((tl.where(holds, k, 0), tl.where(before, blocks, 0), tl.where(before, aligned, 0)), 0, _add3)
+    return tl.reduce((before, before * blocks, before * aligned), 0, _add3)
 
 
 @jit
@@ -405,15 +404,14 @@ def _amax_of_all(magnitude, axis: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.c
 
 @jit
 def _store_rows(
-    out_ptr, x, inv, row, col, rows, cols, limit, mask_n, stride_m, stride_n, DTYPE: tl.constexpr,
+    out_ptr, x, inv, row, col, rows, cols, limit, mask_n, stride_m, stride_n,
     MAJOR: tl.constexpr, UNIT: tl.constexpr, HARDWARE: tl.constexpr, SATURATE: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Cast and store rows; the reciprocals of their columns are in one tensor or, of pairs, in two."""
-    columns = _columns(x, DTYPE, HARDWARE)
-    if len(columns) == 2:
-        out = to_e4m3_pairs(columns[0] * inv[0], columns[1] * inv[1], inv[0], inv[1], HARDWARE, SATURATE)
+    """Cast and store rows whose columns, and their reciprocals, are in one tensor or, in pairs, in two."""
+    if len(x) == 2:
+        out = to_e4m3_pairs(x[0] * inv[0], x[1] * inv[1], inv[0], inv[1], HARDWARE, SATURATE)
     else:
-        y = columns[0] * inv[0]
+        y = x[0] * inv[0]
         if SATURATE:
             out = to_e4m3(y, HARDWARE)
         elif HARDWARE and inv[0].shape[3] == 1:
@@ -442,7 +440,7 @@ def _store_token_sf(
     bits = tl.reshape(bits, [BLOCK_M // 4, GROUPS_N, 4])
     if GROUPS_N > 1:
         bits = tl.permute(bits, (0, 2, 1))
-    sf, _ = group_sf(tl.reshape(bits, [BLOCK_M, GROUPS_N]), USE_UE8M0, HARDWARE)
+    sf, _ = _group_sf(tl.reshape(bits, [BLOCK_M, GROUPS_N]), USE_UE8M0, HARDWARE)
     rows, group = tl.arange(0, BLOCK_M), tl.arange(0, GROUPS_N)
     mask = (rows < limit)[:, None] & (group * GRAN_K < n - col)[None, :]
     group = (col // GRAN_K + group) * stride_n
@@ -562,23 +560,81 @@ def to_e4m3_words(x0, x1, x2, x3, inv, HARDWARE: tl.constexpr, SATURATE: tl.cons
 
 
 @jit
-def _store_words(ptr, words, limit_m, limit_n, stride_n, stride_m, UNIT_N: tl.constexpr, WORDS: tl.constexpr):
+def _store_words(ptr, words, limit_m, limit_n, stride_n):
     """Words [BLOCK_M / 4, BLOCK_N] of four rows each to ptr as bytes [BLOCK_N, BLOCK_M], up to the limits.
 
-    stride_n is in UNIT_N bytes; WORDS says that columns start at multiples of four bytes, with rows next to each other.
+    stride_n is the distance of columns in words.
     """
     words = tl.trans(words)
-    col, word = tl.arange(0, words.shape[0]), tl.arange(0, words.shape[1])[None, :]
-    cols = col.to(tl.int64)[:, None] * stride_n
+    col = tl.arange(0, words.shape[0])
+    word = tl.arange(0, words.shape[1])[None, :]
+    cols = col.to(tl.int64) * stride_n
     mask = (col < limit_n)[:, None]
-    whole = limit_m >= words.shape[1] * 4 if WORDS else False
-    if whole:
-        tl.store(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (cols * (UNIT_N // 4) + word), words, mask=mask)
+    pointers = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (cols[:, None] + word)
+    if limit_m >= words.shape[1] * 4:
+        tl.store(pointers, words, mask=mask)
     else:
-        for i in tl.static_range(4):
-            row = word * 4 + i
-            pointers = ptr + (cols * UNIT_N + row.to(tl.int64) * stride_m)
-            tl.store(pointers, (words >> (8 * i)).to(tl.uint8), mask=mask & (row < limit_m))
+        last = limit_m // 4
+        tl.store(pointers, words, mask=mask & (word < last))
+        # Up to three rows are left of the last word.
+        rest = tl.sum(tl.where(word == last, words, 0), axis=1)
+        for i in tl.static_range(3):
+            row = last * 4 + i
+            tl.store(ptr + (cols * 4 + row), (rest >> (8 * i)).to(tl.uint8), mask=(col < limit_n) & (row < limit_m))
+
+
+@jit
+def _store_bytes(ptr, words, limit_m, limit_n, stride_n, stride_m):
+    """As `_store_words`, for any strides, in bytes, and any alignment."""
+    words = tl.trans(words)
+    mask = (tl.arange(0, words.shape[0]) < limit_n)[:, None]
+    cols = (tl.arange(0, words.shape[0]).to(tl.int64) * stride_n)[:, None]
+    for i in tl.static_range(4):
+        row = (tl.arange(0, words.shape[1]) * 4 + i)[None, :]
+        pointers = ptr + (cols + row.to(tl.int64) * stride_m)
+        tl.store(pointers, (words >> (8 * i)).to(tl.uint8), mask=mask & (row < limit_m))
+
+
+@jit
+def reciprocal(sf, HARDWARE: tl.constexpr):
+    """1 / sf as IEEE division rounds it, for the values that a scale factor takes: 2^-23 to 2^126, Inf and NaN.
+
+    Division proper has a slow path for other values, which costs registers in every kernel that might take it.
+    """
+    if HARDWARE:
+        inv = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 error;
+            .reg .pred finite;
+            rcp.approx.ftz.f32 $0, $1;
+            fma.rn.f32 error, $1, $0, 0fBF800000;
+            neg.f32 error, error;
+            setp.neu.f32 finite, $1, 0f7F800000;
+            @finite fma.rn.f32 $0, $0, error, $0;
+            }""",
+            "=&f,f",
+            args=[sf],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        inv = tl.div_rn(1.0, sf)
+    return inv
+
+
+@jit
+def _group_sf(amax_bits, USE_UE8M0: tl.constexpr, HARDWARE: tl.constexpr):
+    """As `group_sf`, in fewer instructions, since every thread has the columns of its elements."""
+    sf = tl.maximum(amax_bits, 0x38D1B717).to(tl.float32, bitcast=True) * 0.002232142857142857
+    if USE_UE8M0:
+        # The carry out of the mantissa rounds up; 2^127 is the largest, and its reciprocal is subnormal.
+        bits = (tl.minimum(sf.to(tl.int32, bitcast=True), 0x7F000000) + 0x7FFFFF) & 0x7F800000
+        sf = bits.to(tl.float32, bitcast=True)
+        inv = tl.maximum(0x7F000000 - bits, 0x400000).to(tl.float32, bitcast=True)
+    else:
+        inv = reciprocal(sf, HARDWARE)
+    return sf, inv
 
 
 @jit(
@@ -649,9 +705,11 @@ def tile_cast_kernel(
     col = tile_n.to(tl.int64) * BLOCK_N
     n = n.to(tl.int64) * N_UNIT
     if GROUPS:
-        k, blocks, start = _group_of_block(ks_ptr, tile_m, groups, alignment, GROUPS, BLOCK_M)
+        group, blocks, start = _group_of_block(ks_ptr, tile_m, groups, alignment, GROUPS, BLOCK_M)
+        if group >= groups:
+            return
         # Sizes that come to more than x has never lead outside of it.
-        k = tl.minimum(k, m - start)
+        k = tl.minimum(tl.load(ks_ptr + group).to(tl.int32), m - start)
         row_t = (tile_m - blocks) * BLOCK_M
         if row_t >= k:
             return
@@ -679,16 +737,14 @@ def tile_cast_kernel(
     for i in tl.static_range(4):
         magnitudes += (_magnitude(x[i], HARDWARE),)
 
+    inv_rows = ()
     if ROWS == "token":
         amax_rows = ()
         for i in tl.static_range(4):
             amax_rows += (_amax_of_all(magnitudes[i], 3, DTYPE, PAIRS, HARDWARE),)
         for i in tl.static_range(4):
-            _, inv_row = group_sf(amax_rows[i], USE_UE8M0, HARDWARE)
-            inv_row = (inv_row, inv_row) if PAIRS else (inv_row,)
-            _store_rows(out_ptr, x[i], inv_row, row, corner_col, rows[i], cols, limit, mask_n,
-                        out_stride_m, out_stride_n, DTYPE, OUT_MAJOR, PAYLOAD_UNIT,
-                        HARDWARE, SATURATE, EVEN_N)  # fmt: skip
+            _, inv_row = _group_sf(amax_rows[i], USE_UE8M0, HARDWARE)
+            inv_rows += ((inv_row, inv_row) if PAIRS else (inv_row,),)
         _store_token_sf(sf_ptr, amax_rows, row, col, limit, n, sf_stride_m, sf_stride_n, GRAN_K, USE_UE8M0, HARDWARE)
     if ROWS != "token" or COLUMNS != "":
         larger0 = _larger(magnitudes[0], magnitudes[1], PAIRS, HARDWARE)
@@ -700,7 +756,7 @@ def tile_cast_kernel(
             amax = _amax_of_all(larger, 3, DTYPE, PAIRS, HARDWARE)
             sf_limit = (limit_n + (GRAN_K - 1)) // GRAN_K
             sf_col = tile_n.to(tl.int64) * GROUPS_N
-            _, inv_group = group_sf(amax, USE_UE8M0, HARDWARE)
+            _, inv_group = _group_sf(amax, USE_UE8M0, HARDWARE)
             inv = (inv_group, inv_group) if PAIRS else (inv_group,)
         else:
             SF_N: tl.constexpr = BLOCK_N
@@ -709,13 +765,13 @@ def tile_cast_kernel(
             amaxes = _amax(larger, DTYPE, PAIRS)
             inv = ()
             for i in tl.static_range(WIDTH):
-                _, inv_column = group_sf(amaxes[i], USE_UE8M0, HARDWARE)
+                _, inv_column = _group_sf(amaxes[i], USE_UE8M0, HARDWARE)
                 inv += (inv_column,)
             if PAIRS:
                 amax = tl.join(amaxes[0], amaxes[1])
             else:
                 amax = amaxes[0]
-        sf, _ = group_sf(tl.reshape(amax, [GROUPS_M, SF_N]), USE_UE8M0, HARDWARE)
+        sf, _ = _group_sf(tl.reshape(amax, [GROUPS_M, SF_N]), USE_UE8M0, HARDWARE)
         sf_m, sf_n = tl.arange(0, GROUPS_M), tl.arange(0, SF_N)
         sf_mask = (sf_n < sf_limit)[None, :]
         if not GROUPS:
@@ -727,17 +783,19 @@ def tile_cast_kernel(
         if COLUMNS != "":
             tl.store(sf_t_ptr + (sf_m * sf_t_stride_m + sf_n * sf_t_stride_n), sf, mask=sf_mask)
         if ROWS == "block" or ROWS == "channel":
-            for i in tl.static_range(4):
-                _store_rows(out_ptr, x[i], inv, row, corner_col, rows[i], cols, limit, mask_n,
-                            out_stride_m, out_stride_n, DTYPE, OUT_MAJOR, PAYLOAD_UNIT,
-                            HARDWARE, SATURATE, EVEN_N)  # fmt: skip
-    if COLUMNS != "":
-        columns = ()
+            inv_rows = (inv, inv, inv, inv)
+    columns = ()
+    for i in tl.static_range(4):
+        columns += (_columns(x[i], DTYPE, HARDWARE),)
+    if ROWS != "":
         for i in tl.static_range(4):
-            if TWICE and PAIRS and HARDWARE and DTYPE == tl.bfloat16 and ROWS != "":
+            _store_rows(out_ptr, columns[i], inv_rows[i], row, corner_col, rows[i], cols, limit, mask_n,
+                        out_stride_m, out_stride_n, OUT_MAJOR, PAYLOAD_UNIT, HARDWARE, SATURATE, EVEN_N)  # fmt: skip
+    if COLUMNS != "":
+        if TWICE and PAIRS and HARDWARE and DTYPE == tl.bfloat16 and ROWS != "":
+            columns = ()
+            for i in tl.static_range(4):
                 columns += (_columns_again(x[i]),)
-            else:
-                columns += (_columns(x[i], DTYPE, HARDWARE),)
         words = to_e4m3_words(
             columns[0][0], columns[1][0], columns[2][0], columns[3][0], inv[0], HARDWARE, SATURATE
         )
@@ -755,5 +813,8 @@ def tile_cast_kernel(
         else:
             t_stride_n = t_stride_n.to(tl.int64)
             corner = col * (t_stride_n * T_UNIT_N) + row * t_stride_m * T_UNIT_M
-        t_stride_m = t_stride_m.to(tl.int64) * T_UNIT_M
-        _store_words(out_t_ptr + corner, words, limit, limit_n, t_stride_n, t_stride_m, T_UNIT_N, T_WORDS)
+        if T_WORDS:
+            _store_words(out_t_ptr + corner, words, limit, limit_n, t_stride_n * (T_UNIT_N // 4))
+        else:
+            t_stride_m = t_stride_m.to(tl.int64) * T_UNIT_M
+            _store_bytes(out_t_ptr + corner, words, limit, limit_n, t_stride_n * T_UNIT_N, t_stride_m)

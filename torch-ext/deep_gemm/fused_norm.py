@@ -657,7 +657,6 @@ def rms_norm_cast_kernel(
 
     # One turn where the row is in registers.
     for outer in range(0, N, N if ONE_READ else BLOCK_N):
-        sfs = ()
         for start in tl.static_range(0, N if ONE_READ else BLOCK_N, BLOCK_N):
             col = tl.cast(outer, tl.int64) + start
             mask = row_mask
@@ -689,12 +688,8 @@ def rms_norm_cast_kernel(
             byte, sf = _cast_groups(_widen(y, HARDWARE), BLOCK_M, BLOCK_N, GRAN_K, USE_UE8M0, HARDWARE, SATURATE)
             out_tile = tile_pointers(out_ptr, row, col, rows, lanes, out_stride_m, out_stride_n, OUT_MAJOR, OUT_UNIT)
             tl.store(out_tile, byte, mask=mask)
-            sfs = sfs + (sf,)
 
-        # Behind the row, as warps wait for each other to exchange them.
-        for start in tl.static_range(0, N if ONE_READ else BLOCK_N, BLOCK_N):
-            sf = sfs[start // BLOCK_N]
-            group = (tl.cast(outer, tl.int64) + start) // GRAN_K + tl.arange(0, GROUPS)
+            group = col // GRAN_K + tl.arange(0, GROUPS)
             sf_mask = row_mask & (group * GRAN_K < N)[None, :]
             sf_row = (row + rows) * sf_stride_m
             if PACKED:

@@ -1,4 +1,4 @@
-"""Gluon on Hopper: where it is missing, how Triton's versions name it, launches with TMA and stores without."""
+"""Gluon on Hopper: where it is missing, how Triton's versions name it, launches of kernels that use TMA, and d without."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _tma_entry(compiled):
 
 @gluon_jit
 def store_directly(d, x, row, col, m, n, d_stride, D_UNIT: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """Store wgmma's sums, or add them to what is there, where TMA cannot; D_UNIT divides N and the stride of d."""
+    """Store x, or add it to what is there, where TMA cannot: N and the stride of d are multiples of D_UNIT."""
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     # Triton has to see the multiples to access more than one element at a time.

@@ -9,8 +9,8 @@ from .._triton import Launch, jit, tl
 from ..fused_layout import get_mn_major_tma_aligned_tensor
 from ..utils.layout import get_tma_aligned_size
 from ..utils.math import align, ceil_div
-from . import hopper_bf16, hopper_fp8, hopper_small, portable
-from ._tma import gl, is_written_by_tma
+from . import hopper_fp8, hopper_small, portable
+from ._tma import gl
 from .config import fp8_config
 from .reference import Gran
 
@@ -19,14 +19,14 @@ _FORWARD, _WGRAD = Gran(1, 128, 128, 128), Gran(1, 1, 128, 128)
 
 def bind(a, sfa, b, sfb, d, gran: Gran, accumulate: bool):
     """What launches the FP8 GEMM, called with (a, sfa, b, sfb, d) and their pointers; None where `portable` has to."""
-    if not _is_served(d):
+    if not _is_served(d) or torch.int8 in (a.dtype, b.dtype):
         return None
     return hopper_small.bind(a, sfa, b, sfb, d, gran, accumulate) or bind_fp8(a, sfa, b, sfb, d, gran, accumulate)
 
 
 def bind_bf16(a, b, d, accumulate: bool):
-    """What launches the BF16 GEMM, called with (a, b, d) and their pointers; None where `portable` has to."""
-    return hopper_bf16.bind(a, b, d, accumulate) if _is_served(d) else None
+    """None: `portable` serves BF16."""
+    return None
 
 
 def bind_fp8(a, sfa, b, sfb, d, gran: Gran, accumulate: bool):
@@ -35,10 +35,11 @@ def bind_fp8(a, sfa, b, sfb, d, gran: Gran, accumulate: bool):
     It reads FP8 with scale factors for 1x128 by 128x128 or 1x128. Copies are made of operands that are not K-major or
     have no rows at multiples of 16 bytes, and of scale factors that are packed or, for 1x128, not MN-major.
     """
-    (m, n), k = d.shape, a.shape[1]
+    (m, n), k, unit = d.shape, a.shape[1], 16 // d.element_size()
     if gran not in (_FORWARD, _WGRAD) or torch.int8 in (a.dtype, b.dtype):
         return None
-    if (n > 1 and d.stride(1) != 1) or max(m, n, k) >= 2**31 - 256:
+    # TMA writes d in pieces of 16 bytes, beyond its edge where rows are no multiple of them.
+    if (n > 1 and d.stride(1) != 1) or (m > 1 and d.stride(0) % unit) or n % unit or max(m, n, k) >= 2**31 - 256:
         return None
     num_sms = _num_sms(d.device)
     per_column = gran == _WGRAD
@@ -46,16 +47,11 @@ def bind_fp8(a, sfa, b, sfb, d, gran: Gran, accumulate: bool):
         _k_major(a), _mn_major_sf(sfa, m, k), _k_major(b), _mn_major_sf(sfb, n, k) if per_column else _fp32_sf(sfb, k)
     )  # fmt: skip
     like = [t if c is None else c.like for t, c in zip((a, sfa, b, sfb), convert)]
-    unaligned = portable.bind(a, sfa, b, sfb, d, gran, accumulate)  # now, so that no tensor is kept for later
-
-    def bind(d_by_tma, other):
-        config = fp8_config(m, n, k, d.element_size(), d_by_tma, per_column, accumulate, num_sms)
-        return hopper_fp8.bind(*like, d, per_column, accumulate, config, num_sms, lambda: other)
-
-    launch = bind(False, unaligned)
-    if is_written_by_tma(d):
-        launch = bind(True, launch)
-    return _Converting(convert, launch, unaligned) if any(convert) else launch
+    config = fp8_config(m, n, k, d.element_size(), per_column, accumulate, num_sms)
+    # Bound now, for a plan that binds later would keep the tensors.
+    unaligned = portable.bind(a, sfa, b, sfb, d, gran, accumulate)
+    launch = hopper_fp8.bind(*like, d, per_column, accumulate, config, num_sms, lambda: unaligned)
+    return _Converting(convert, launch) if any(convert) else launch
 
 
 def _is_served(d) -> bool:
@@ -69,18 +65,18 @@ def _num_sms(device) -> int:
 
 
 class _Converting:
-    """A launch of which some inputs are converted first; where TMA cannot take the others, `unaligned` is."""
+    """A launch of which some tensors are converted first."""
 
-    __slots__ = ("convert", "launch", "unaligned", "as_they_are")
+    __slots__ = ("convert", "launch", "as_they_are")
 
-    def __init__(self, convert, launch, unaligned):
-        self.convert, self.launch, self.unaligned = (*convert, None), launch, unaligned
-        self.as_they_are = [i for i, c in enumerate(convert) if c is None and i in launch.tma_indices]
+    def __init__(self, convert, launch):
+        self.convert, self.launch = (*convert, None), launch
+        self.as_they_are = [i for i, c in enumerate(self.convert) if c is None and i in launch.tma_indices]
 
     @torch.no_grad()
     def __call__(self, tensors, pointers):
         if any([pointers[i] & 15 for i in self.as_they_are]):
-            self.unaligned(tensors, pointers)
+            self.launch.unaligned()(tensors, pointers)
             return
         # The allocator gives a tensor that is freed here to no other stream, and to this one in order.
         tensors = tuple([t if convert is None else convert(t) for t, convert in zip(tensors, self.convert)])

@@ -1,12 +1,6 @@
-"""Block-scaled FP8 GEMM for Hopper: persistent, warp-specialised, a tile of one or two blocks of 64 rows a consumer.
-
-What keeps tensor cores busy while products are promoted is another consumer, which takes turns with this one
-(`_consume_in_turns`), or another product of the same consumer (`_consume_pairs`, of tiles of 128 rows).
-"""
+"""Block-scaled FP8 GEMM for Hopper: persistent, warp-specialised, a tile of one or two blocks of 64 rows a consumer."""
 
 from __future__ import annotations
-
-import math
 
 from .._triton import constexpr, tl
 from ..utils.math import ceil_div
@@ -17,14 +11,13 @@ from ._tma import (
     gl,
     gluon_jit,
     mbarrier,
-    store_directly,
     tma,
     tma_load,
     tma_store,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .config import BLOCK_K, BLOCK_N, GROUP, Fp8Config
+from .config import BLOCK_K, BLOCK_N, Fp8Config
 
 _ROWS = 64  # of a wgmma
 
@@ -35,10 +28,10 @@ def bind(
     """What launches the kernel, called with (a, sfa, b, sfb, d) and their pointers.
 
     a, b: e4m3 `[M, K]`, `[N, K]`, K-major; sfa: fp32 `[M, ceil(K / 128)]`, MN-major; sfb: with `sf_per_column` the
-    same for N, else `[ceil(N / 128), ceil(K / 128)]` of any strides; d: `[M, N]`, N-major, written by TMA if the config
-    has buffers for it. Rows of a and b, and columns of MN-major scale factors, are multiples of 16 bytes apart.
+    same for N, else `[ceil(N / 128), ceil(K / 128)]` of any strides; d: `[M, N]`, N-major. Rows (of MN-major: columns)
+    are multiples of 16 bytes apart.
     """
-    (m, n), k, by_tma = d.shape, a.shape[1], config.d_buffers > 0
+    (m, n), k = d.shape, a.shape[1]
     lay = gl.NVMMASharedLayout.get_default_for
     data, flat = gl.float8e4nv, gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     d_dtype = gl.float32 if d.element_size() == 4 else gl.bfloat16
@@ -47,11 +40,11 @@ def bind(
         _columns(1, sfa, _ROWS, flat),
         _rows(2, b, BLOCK_N, BLOCK_K, lay([BLOCK_N, BLOCK_K], data)),
         _columns(3, sfb, BLOCK_N, flat) if sf_per_column else 3,
-        _rows(4, d, _ROWS, BLOCK_N, lay([_ROWS, BLOCK_N], d_dtype)) if by_tma else 4,
+        _rows(4, d, _ROWS, BLOCK_N, lay([_ROWS, BLOCK_N], d_dtype)),
     )
     args = (
-        m, n, k, *sfb.stride(), d.stride(0), sf_per_column, accumulate, 1 if by_tma else math.gcd(16, d.stride(0), n),
-        (config.block_m, BLOCK_N, BLOCK_K, config.consumers, config.stages, GROUP, config.d_buffers),
+        m, n, k, *sfb.stride(), sf_per_column, accumulate,
+        (config.block_m, BLOCK_N, BLOCK_K, config.consumers, config.stages, config.group, config.d_buffers),
         *config.registers,
     )  # fmt: skip
     tiles = ceil_div(m, config.block_m) * ceil_div(n, BLOCK_N)
@@ -114,15 +107,6 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon_jit
-def _blocks(k, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Blocks of K that are loaded; the last of a pair may lie outside of the tensors, which adds zeros."""
-    if BLOCK_M == 128:
-        return gl.cdiv(k, 2 * BLOCK_K) * 2
-    else:
-        return gl.cdiv(k, BLOCK_K)
-
-
-@gluon_jit
 def _produce(arguments, SF_PER_COLUMN: tl.constexpr, TILE: tl.constexpr):
     """Load blocks of K, one a stage; what lies outside of a tensor arrives as zeros."""
     a, sfa, b, sfb, a_bufs, sfa_bufs, b_bufs, sfb_bufs, full, empty, m, n, k = arguments
@@ -137,7 +121,7 @@ def _produce(arguments, SF_PER_COLUMN: tl.constexpr, TILE: tl.constexpr):
     phase = 1
     for tile in range(gl.program_id(0), gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N), gl.num_programs(0)):
         row, col = _tile_corner(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
-        for block in range(_blocks(k, BLOCK_M, BLOCK_K)):
+        for block in range(gl.cdiv(k, BLOCK_K)):
             arrived = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(arrived, (BLOCK_M + BLOCK_N) * BLOCK_K + SF * 4)
@@ -169,51 +153,36 @@ def _load_d(d, d_bufs, row, col, arrived, FIRST: gl.constexpr, COUNT: gl.constex
 
 @gluon_jit
 def _store_d(
-    d, d_bufs, acc0, acc1, row, col, m, n, d_stride, arrived, phase,
-    ACCUMULATE: gl.constexpr, D_UNIT: gl.constexpr, PARTS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
+    d, d_bufs, acc0, acc1, row, col, arrived, phase,
+    ACCUMULATE: gl.constexpr, PARTS: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """Round the consumer's rows, or their sums with what is there, into d; stores are on their way on return."""
     for i in gl.static_range(PARTS):
         acc = acc0 if i == 0 else acc1
-        if COUNT == 0:
-            store_directly(d, acc, row + i * 64, col, m, n, d_stride, D_UNIT, ACCUMULATE)
-        else:
-            d_buf = d_bufs.index(FIRST + i % COUNT)
-            if ACCUMULATE:
-                if i % COUNT == 0:
-                    if i > 0:
-                        _load_d(d, d_bufs, row + i * 64, col, arrived, FIRST, COUNT)
-                    mbarrier.wait(arrived, phase)
-                    phase ^= 1
-                acc = d_buf.load(acc.type.layout).to(gl.float32) + acc
-            elif i % COUNT == 0:
-                tma.store_wait(0)
-            d_buf.store(acc.to(d.dtype))
-            fence_async_shared()
-            tma_store(d, [row + i * 64, col], d_buf)
+        d_buf = d_bufs.index(FIRST + i % COUNT)
+        if ACCUMULATE:
+            if i % COUNT == 0:
+                if i > 0:
+                    _load_d(d, d_bufs, row + i * 64, col, arrived, FIRST, COUNT)
+                mbarrier.wait(arrived, phase)
+                phase ^= 1
+            acc = d_buf.load(acc.type.layout).to(gl.float32) + acc
+        elif i % COUNT == 0:
+            tma.store_wait(0)
+        d_buf.store(acc.to(d.dtype))
+        fence_async_shared()
+        tma_store(d, [row + i * 64, col], d_buf)
     return phase
 
 
 @gluon_jit
-def _multiply(a_buf, b_buf, raw):
-    # The sums before are the operand, though nothing is added to them, so that these take their registers.
-    return warpgroup_mma(a_buf, b_buf.permute((1, 0)), raw, use_acc=False, is_async=True)
-
-
-@gluon_jit
-def _load_sf(sf_bufs, index, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    return sf_bufs.index(index).reshape((COUNT,)).load(LAYOUT)
-
-
-@gluon_jit
-def _consume_in_turns(
-    arguments, ACCUMULATE: tl.constexpr, D_UNIT: tl.constexpr, TILE: tl.constexpr, CONSUMER: tl.constexpr
+def _consume(
+    arguments, SF_PER_COLUMN: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr, CONSUMER: tl.constexpr
 ):
-    """Multiply, promote and store this consumer's rows of every tile, with a scale factor for 128 columns of B."""
-    (
-        sfb, d, a_bufs, sfa_bufs, b_bufs, _, d_bufs, full, empty, d_arrived, m, n, k, sfb_stride_n, sfb_stride_k,
-        d_stride,
-    ) = arguments  # fmt: skip
+    """Multiply, promote and store this consumer's rows of every tile."""
+    sfb, d, a_bufs, sfa_bufs, b_bufs, sfb_bufs, d_bufs, full, empty, d_arrived, m, n, k, sfb_stride_n, sfb_stride_k = (
+        arguments
+    )
     BLOCK_M: gl.constexpr = TILE[0]
     BLOCK_N: gl.constexpr = TILE[1]
     BLOCK_K: gl.constexpr = TILE[2]
@@ -223,10 +192,10 @@ def _consume_in_turns(
     D_BUFFERS: gl.constexpr = TILE[6]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    OF_COLS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     PIECES: gl.constexpr = BLOCK_M // 64
     PARTS: gl.constexpr = PIECES // CONSUMERS
     NEXT: gl.constexpr = (CONSUMER + 1) % CONSUMERS
-    FIRST: gl.constexpr = CONSUMER * D_BUFFERS
     d_arrived = d_arrived.index(CONSUMER)
     blocks = gl.cdiv(k, BLOCK_K)
     stage = 0
@@ -241,130 +210,51 @@ def _consume_in_turns(
         row += CONSUMER * PARTS * 64
         acc0 = gl.zeros((64, BLOCK_N), gl.float32, LAYOUT)
         acc1 = gl.zeros((64, BLOCK_N), gl.float32, LAYOUT)
-        sfb_row = sfb + (col // 128).to(gl.int64) * sfb_stride_n
-        sfb_next = gl.load(sfb_row)
+        if SF_PER_COLUMN:
+            sfb_next = 0.0
+        else:
+            sfb_row = sfb + (col // 128).to(gl.int64) * sfb_stride_n
+            sfb_next = gl.load(sfb_row)
         mbarrier.wait(full.index(stage), phase)
         for block in range(blocks):
             sfb_value = sfb_next
-            sfb_next = gl.load(sfb_row + min(block + 1, blocks - 1).to(gl.int64) * sfb_stride_k)
-            b_buf = b_bufs.index(stage)
+            if not SF_PER_COLUMN:
+                sfb_next = gl.load(sfb_row + min(block + 1, blocks - 1).to(gl.int64) * sfb_stride_k)
+            b_buf = b_bufs.index(stage).permute((1, 0))
             this = stage
             for i in gl.static_range(PARTS):
                 piece = this * PIECES + CONSUMER * PARTS + i
                 _turn("sync", CONSUMER)
-                product = _multiply(a_bufs.index(piece), b_buf, raw)
+                # The sums before are the operand, though nothing is added to them, so that these take their registers.
+                product = warpgroup_mma(a_bufs.index(piece), b_buf, raw, use_acc=False, is_async=True)
                 _turn("arrive", NEXT)
                 # While the tensor cores are busy: what synchronises the warp group, and the wait for the next block.
                 if i == 0:
                     mbarrier.arrive(empty.index(before), count=1, pred=(block > 0) | (tile != gl.program_id(0)))
-                sfa_value = _load_sf(sfa_bufs, piece, 64, OF_ROWS)
+                sfa_value = sfa_bufs.index(piece).reshape((64,)).load(OF_ROWS)
+                if SF_PER_COLUMN:
+                    sfb_value = sfb_bufs.index(this).reshape((BLOCK_N,)).load(OF_COLS)
                 if i == PARTS - 1:
                     before = stage
                     stage, phase = _advance(stage, phase, STAGES)
                     mbarrier.wait(full.index(stage), phase, pred=block + 1 < blocks)
                 raw = warpgroup_mma_wait(0, deps=[product])
                 if i == 0:
-                    acc0 = _promote(acc0, raw, sfa_value, sfb_value, False)
+                    acc0 = _promote(acc0, raw, sfa_value, sfb_value, SF_PER_COLUMN)
                 else:
-                    acc1 = _promote(acc1, raw, sfa_value, sfb_value, False)
-                if ACCUMULATE and D_BUFFERS > 0 and i == 0:
+                    acc1 = _promote(acc1, raw, sfa_value, sfb_value, SF_PER_COLUMN)
+                if ACCUMULATE and i == 0:
                     if block == 0:
-                        _load_d(d, d_bufs, row, col, d_arrived, FIRST, D_BUFFERS)
+                        _load_d(d, d_bufs, row, col, d_arrived, CONSUMER * D_BUFFERS, D_BUFFERS)
         d_phase = _store_d(
-            d, d_bufs, acc0, acc1, row, col, m, n, d_stride, d_arrived, d_phase,
-            ACCUMULATE, D_UNIT, PARTS, FIRST, D_BUFFERS,
-        )  # fmt: skip
-    if D_BUFFERS > 0:
-        tma.store_wait(0)
+            d, d_bufs, acc0, acc1, row, col, d_arrived, d_phase, ACCUMULATE, PARTS, CONSUMER * D_BUFFERS, D_BUFFERS
+        )
+    tma.store_wait(0)
     if CONSUMER == 0:
         _turn("sync", 0)
 
 
-@gluon_jit
-def _consume_pairs(
-    arguments, SF_PER_COLUMN: tl.constexpr, ACCUMULATE: tl.constexpr, D_UNIT: tl.constexpr, TILE: tl.constexpr,
-    CONSUMER: tl.constexpr,
-):  # fmt: skip
-    """The same for 64 rows of a consumer, and a block of K that is multiplied while the one before is promoted.
-
-    Two at a time: ptxas waits for each wgmma at once where one is in flight from one iteration to the next.
-    """
-    (
-        sfb, d, a_bufs, sfa_bufs, b_bufs, sfb_bufs, d_bufs, full, empty, d_arrived, m, n, k, sfb_stride_n, sfb_stride_k,
-        d_stride,
-    ) = arguments  # fmt: skip
-    BLOCK_M: gl.constexpr = TILE[0]
-    BLOCK_N: gl.constexpr = TILE[1]
-    BLOCK_K: gl.constexpr = TILE[2]
-    STAGES: gl.constexpr = TILE[4]
-    GROUP: gl.constexpr = TILE[5]
-    D_BUFFERS: gl.constexpr = TILE[6]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    FIRST: gl.constexpr = CONSUMER * D_BUFFERS
-    d_arrived = d_arrived.index(CONSUMER)
-    stage = 0
-    phase = 0
-    d_phase = 0
-    raw0 = gl.zeros((64, BLOCK_N), gl.float32, LAYOUT)
-    raw1 = gl.zeros((64, BLOCK_N), gl.float32, LAYOUT)
-    for tile in range(gl.program_id(0), gl.cdiv(m, BLOCK_M) * gl.cdiv(n, BLOCK_N), gl.num_programs(0)):
-        row, col = _tile_corner(tile, m, n, BLOCK_M, BLOCK_N, GROUP)
-        row += CONSUMER * 64
-        acc = gl.zeros((64, BLOCK_N), gl.float32, LAYOUT)
-        sf = (sfa_bufs, sfb_bufs, sfb, (col // 128).to(gl.int64) * sfb_stride_n, gl.cdiv(k, BLOCK_K), sfb_stride_k)
-        for block in range(0, _blocks(k, BLOCK_M, BLOCK_K), 2):
-            first = stage
-            mbarrier.wait(full.index(first), phase)
-            raw0 = _multiply(a_bufs.index(2 * first + CONSUMER), b_bufs.index(first), raw0)
-            sfa_value, sfb_value = _load_pair_sf(sf, block, first, CONSUMER, SF_PER_COLUMN, LAYOUT)
-            second, phase = _advance(stage, phase, STAGES)
-            mbarrier.wait(full.index(second), phase)
-            raw1 = _multiply(a_bufs.index(2 * second + CONSUMER), b_bufs.index(second), raw1)
-            raw0 = warpgroup_mma_wait(1, deps=[raw0])
-            mbarrier.arrive(empty.index(first), count=1)
-            acc = _promote(acc, raw0, sfa_value, sfb_value, SF_PER_COLUMN)
-            sfa_value, sfb_value = _load_pair_sf(sf, block + 1, second, CONSUMER, SF_PER_COLUMN, LAYOUT)
-            stage, phase = _advance(second, phase, STAGES)
-            raw1 = warpgroup_mma_wait(0, deps=[raw1])
-            mbarrier.arrive(empty.index(second), count=1)
-            acc = _promote(acc, raw1, sfa_value, sfb_value, SF_PER_COLUMN)
-            if ACCUMULATE and D_BUFFERS > 0:
-                if block == 0:
-                    _load_d(d, d_bufs, row, col, d_arrived, FIRST, D_BUFFERS)
-        d_phase = _store_d(
-            d, d_bufs, acc, acc, row, col, m, n, d_stride, d_arrived, d_phase,
-            ACCUMULATE, D_UNIT, 1, FIRST, D_BUFFERS,
-        )  # fmt: skip
-    if D_BUFFERS > 0:
-        tma.store_wait(0)
-
-
-@gluon_jit
-def _load_pair_sf(sf, block, stage, CONSUMER: tl.constexpr, SF_PER_COLUMN: tl.constexpr, LAYOUT: tl.constexpr):
-    sfa_bufs, sfb_bufs, sfb, sfb_row, blocks, sfb_stride_k = sf
-    sfa_value = _load_sf(sfa_bufs, 2 * stage + CONSUMER, 64, gl.SliceLayout(1, LAYOUT))
-    if SF_PER_COLUMN:
-        sfb_value = _load_sf(sfb_bufs, stage, sfb_bufs.shape[2], gl.SliceLayout(0, LAYOUT))
-    else:
-        sfb_value = gl.load(sfb + sfb_row + min(block, blocks - 1).to(gl.int64) * sfb_stride_k)
-    return sfa_value, sfb_value
-
-
-@gluon_jit
-def _consume(
-    arguments, SF_PER_COLUMN: tl.constexpr, ACCUMULATE: tl.constexpr, D_UNIT: tl.constexpr, TILE: tl.constexpr,
-    CONSUMER: tl.constexpr,
-):  # fmt: skip
-    if TILE[0] == 128:
-        _consume_pairs(arguments, SF_PER_COLUMN, ACCUMULATE, D_UNIT, TILE, CONSUMER)
-    else:
-        _consume_in_turns(arguments, ACCUMULATE, D_UNIT, TILE, CONSUMER)
-
-
-@gluon_jit(
-    do_not_specialize=("m", "n", "k", "sfb_stride_n", "sfb_stride_k", "d_stride"),
-    do_not_specialize_on_alignment=("sfb",),
-)
+@gluon_jit(do_not_specialize=("m", "n", "k", "sfb_stride_n", "sfb_stride_k"), do_not_specialize_on_alignment=("sfb",))
 def hopper_fp8_gemm_kernel(
     a,
     sfa,
@@ -376,15 +266,12 @@ def hopper_fp8_gemm_kernel(
     k,
     sfb_stride_n,
     sfb_stride_k,
-    d_stride,
     SF_PER_COLUMN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-    D_UNIT: tl.constexpr,
     TILE: tl.constexpr,
     CONSUMER_REGISTERS: tl.constexpr,
     PRODUCER_REGISTERS: tl.constexpr,
 ):
-    """a, sfa, b: tensor maps; sfb: one with SF_PER_COLUMN, d one unless D_BUFFERS = 0, else pointers."""
     BLOCK_M: gl.constexpr = TILE[0]
     BLOCK_N: gl.constexpr = TILE[1]
     BLOCK_K: gl.constexpr = TILE[2]
@@ -394,9 +281,7 @@ def hopper_fp8_gemm_kernel(
     PIECES: gl.constexpr = BLOCK_M // 64
     a_bufs = gl.allocate_shared_memory(a.dtype, [STAGES * PIECES, 64, BLOCK_K], a.layout)
     b_bufs = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
-    d_bufs = b_bufs
-    if D_BUFFERS > 0:
-        d_bufs = gl.allocate_shared_memory(d.dtype, [CONSUMERS * D_BUFFERS, 64, BLOCK_N], d.layout)
+    d_bufs = gl.allocate_shared_memory(d.dtype, [CONSUMERS * D_BUFFERS, 64, BLOCK_N], d.layout)
     sfa_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * PIECES, 1, 64], sfa.layout)
     sfb_bufs = sfa_bufs
     if SF_PER_COLUMN:
@@ -412,15 +297,14 @@ def hopper_fp8_gemm_kernel(
     fence_async_shared()
     produce = (a, sfa, b, sfb, a_bufs, sfa_bufs, b_bufs, sfb_bufs, full, empty, m, n, k)
     consume = (
-        sfb, d, a_bufs, sfa_bufs, b_bufs, sfb_bufs, d_bufs, full, empty, d_arrived, m, n, k, sfb_stride_n, sfb_stride_k,
-        d_stride,
+        sfb, d, a_bufs, sfa_bufs, b_bufs, sfb_bufs, d_bufs, full, empty, d_arrived, m, n, k, sfb_stride_n, sfb_stride_k
     )  # fmt: skip
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, D_UNIT, TILE, gl.constexpr(0))),
-                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, D_UNIT, TILE, gl.constexpr(1))),
-                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, D_UNIT, TILE, gl.constexpr(2))),
+                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, TILE, gl.constexpr(0))),
+                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, TILE, gl.constexpr(1))),
+                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, TILE, gl.constexpr(2))),
                 (_produce, (produce, SF_PER_COLUMN, TILE)),
             ],
             [4, 4, 1],
@@ -429,8 +313,8 @@ def hopper_fp8_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, D_UNIT, TILE, gl.constexpr(0))),
-                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, D_UNIT, TILE, gl.constexpr(1))),
+                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, TILE, gl.constexpr(0))),
+                (_consume, (consume, SF_PER_COLUMN, ACCUMULATE, TILE, gl.constexpr(1))),
                 (_produce, (produce, SF_PER_COLUMN, TILE)),
             ],
             [4, 1],

@@ -10,14 +10,14 @@ one's own, and their sums are added in a fixed order. `full` barriers say that T
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from .._runtime import get_num_sms
 from .._triton import Launch, jit, tl
 from ..utils.math import ceil_div
-from . import gemv, portable
+from . import portable
 from ._tma import (
     Tma, TmaLaunch, fence_async_shared, gl, gluon_jit, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait,
 )  # fmt: skip
@@ -31,14 +31,10 @@ _FP8, _FP4 = Gran(1, 128, 128, 128), Gran(1, 1, 128, 32)
 _BLOCK_K = 128
 _SHARED_BYTES = 225 * 1024  # of 227 KiB; barriers and scale factors take the rest
 _MAX_STAGES = 24
-_FP8_TILES = (128, 2), (64, 2), (64, 4), (32, 4)  # columns and consumers of what was measured
-# What the model of `_clocks` takes, in clocks of an SM, and bytes a clock. It is fitted to an H200's times of FP8.
-_LAUNCH, _ADD_LAUNCH, _TILE = 5300, 3600, 1300
-_SM_RATE, _ADD_RATE, _MEMORY_RATE = 64, 1500, 2750
-_L2_BYTES = 45 << 20
-_CHAIN = 90  # from one block of a consumer to its next, besides the tensor cores
-# FP4: a longer chain, and what an SM's schedulers issue for a block of a consumer, and for each column of it.
-_FP4_CHAIN, _FP4_ISSUE, _FP4_ISSUE_COL = 500, 220, 1.15
+# Bytes a clock that an H200 moves from L2, to all SMs and to one.
+_L2_RATE, _SM_RATE = 4600, 60
+_CHAIN_CLOCKS = 150  # from one block of a consumer to its next, besides the tensor cores
+_LAUNCH_CLOCKS = 4000
 
 
 @dataclass(frozen=True)
@@ -53,101 +49,81 @@ class SmallConfig:
 
 
 def fp8_config(m: int, n: int, k: int, itemsize: int, num_sms: int, invariant: bool = False) -> SmallConfig:
-    """The fastest tile with tokens as rows and weights as columns, by `_clocks`.
+    """Tile with tokens as rows, weights as columns: the fastest by L2, an SM's share of it, tensor cores and latency.
 
     itemsize: bytes of an element of d, or of a sum that is added to it. invariant: sum block by block of K for every m.
     """
-    parts = ceil_div(m, 64)
-    candidates = [
-        SmallConfig(parts, cols, 1 if invariant else consumers // parts, 1, splits)
-        for splits in _splits(k, invariant) for cols, consumers in _FP8_TILES if consumers * max(2 * parts, splits) <= 8
-    ]  # fmt: skip
-    best = min(candidates, key=lambda config: _clocks(config, 64 * parts, n, k, num_sms))
-    return replace(best, stages=_stages(best, False, 4 if best.splits > 1 else itemsize))
+    # Few different tiles, for each is compiled.
+    m = 1 if m <= 8 else 64 if m <= 64 else 128
+    parts, blocks = (1 if m <= 64 else 2), ceil_div(k, _BLOCK_K)
+
+    def clocks(config):
+        tiles = ceil_div(n, config.cols) * config.splits
+        steps = ceil_div(blocks, config.splits)
+        serial = ceil_div(tiles, num_sms) * steps
+        step_bytes = (m + config.cols) * _BLOCK_K
+        tensor = 2 * config.cols
+        add_up = (config.splits > 1) * (_LAUNCH_CLOCKS + config.splits * 8 * m * n / _L2_RATE)
+        return add_up + max(
+            tiles * steps * step_bytes / _L2_RATE,
+            serial * max(step_bytes / _SM_RATE, tensor * parts, (tensor + _CHAIN_CLOCKS) / config.parts_k),
+        )
+
+    def config(cols, splits):
+        parts_k = 1 if invariant else (4 if cols <= 32 else 2) // parts
+        stages = _fp8_stages(parts, cols, parts_k, 4 if splits > 1 else itemsize)
+        return SmallConfig(parts, cols, parts_k, stages, splits)
+
+    splits = [s for s in (1, 2, 4) if s == 1 or (not invariant and blocks >= 16 * s)]
+    return min((config(cols, s) for s in splits for cols in (128, 64, 32, 16)), key=clocks)
 
 
-def fp4_config(m: int, n: int, k: int, itemsize: int, num_sms: int, invariant: bool = False) -> SmallConfig:
-    """Tile with weights as rows and tokens as columns, as few as hold the tokens, up to 128; splits by `_clocks`.
+def fp4_config(m: int, itemsize: int, invariant: bool = False) -> SmallConfig:
+    """Tile with weights as rows, tokens as columns: as few as hold the tokens, up to 128.
 
     itemsize: bytes of an element of d, or of a sum that is added to it. invariant: sum block by block of K for every m.
     """
     cols = next((cols for cols in (16, 32, 64) if m <= cols), 128)
     parts, parts_k = (2, 1) if invariant or cols == 128 else (1, 4 if cols < 64 else 3)
-    candidates = [SmallConfig(parts, cols, parts_k, 1, s) for s in _splits(k, invariant) if s == 1 or m <= cols]
-    best = min(candidates, key=lambda config: _clocks(config, m, n, k, num_sms, True))
-    return replace(best, stages=_stages(best, True, 4 if best.splits > 1 else itemsize))
+    return SmallConfig(parts, cols, parts_k, _fp4_stages(parts, cols, parts_k, itemsize))
 
 
-def _splits(k, invariant):
-    return [s for s in (1, 2, 4) if s == 1 or (not invariant and ceil_div(k, _BLOCK_K) >= 8 * s)]
+def _fp8_stages(parts, cols, parts_k, itemsize):
+    stage = (64 * parts + cols) * _BLOCK_K
+    free = _SHARED_BYTES - _epilogue_bytes(parts, cols, parts_k, itemsize)
+    return min(_MAX_STAGES, free // stage) // parts_k * parts_k
 
 
-def _clocks(config: SmallConfig, m, n, k, num_sms, fp4=False, chained=True) -> float:
-    """Clocks that a GEMM of m rows of tokens takes; chained: whether a consumer waits for a block before the next."""
-    parts, cols, parts_k, splits = config.parts, config.cols, config.parts_k, config.splits
-    if fp4:
-        tiles = ceil_div(n, 64 * parts) * ceil_div(m, cols)
-        block_bytes = (32 * parts + cols) * _BLOCK_K
-        busy = max(parts * 2 * cols, parts * (_FP4_ISSUE + _FP4_ISSUE_COL * cols))
-    else:
-        tiles = ceil_div(n, cols)
-        block_bytes = (64 * parts + cols) * _BLOCK_K
-        busy = parts * 2 * cols  # of the tensor cores
-    # Each of the consumers that share K works on a block of its own.
-    steps = ceil_div(ceil_div(ceil_div(k, _BLOCK_K), parts_k), splits)
-    chain = chained * ((_FP4_CHAIN if fp4 else _CHAIN) + parts * 2 * cols)
-    step = math.hypot(parts_k * max(block_bytes / _SM_RATE, busy), chain)
-    add_up = 64 * cols * 4 * (parts_k - 1) / _SM_RATE
-    clocks = ceil_div(tiles * splits, num_sms) * (steps * step + _TILE + add_up)
-    weights = n * k // (2 if fp4 else 1)
-    if weights > _L2_BYTES:
-        clocks = math.hypot(clocks, weights / _MEMORY_RATE)
-    return _LAUNCH + clocks + (splits > 1) * (_ADD_LAUNCH + splits * m * n / _ADD_RATE)
+def _fp4_stages(parts, cols, parts_k, itemsize):
+    stage = (64 * parts // 2 + cols) * _BLOCK_K
+    # What a consumer expands, and the groups that it adds one by one.
+    scratch = parts * parts_k * (64 * _BLOCK_K + (64 + cols) * 32 + cols * 4)
+    free = _SHARED_BYTES - _epilogue_bytes(parts, cols, parts_k, itemsize) - scratch
+    return min(_MAX_STAGES, free // stage) // parts_k * parts_k
 
 
-def _is_large_faster(config: SmallConfig, sfa, d, k, num_sms) -> bool:
-    """Whether the kernel for many rows, without a chain but for MN-major scale factors, is clearly faster."""
-    (m, n), size = d.shape, d.element_size()
-    takes = m > 64 and sfa.stride(0) == 1 and sfa.stride(1) % 4 == 0 and n * size % 16 == d.stride(0) * size % 16 == 0
-    tile = SmallConfig(2, 128, 1, 1)
-    return takes and _clocks(tile, m, n, k, num_sms, chained=False) < 0.9 * _clocks(config, m, n, k, num_sms)
-
-
-def _stages(config, fp4, itemsize):
-    """As many blocks of K as shared memory holds beside what a tile needs at its end."""
-    parts, cols, parts_k = config.parts, config.cols, config.parts_k
-    # Sums of all consumers but the first of a part, and each part's tile on its way to another layout.
-    used = parts * 64 * cols * (4 * (parts_k - 1) + itemsize)
-    if fp4:
-        # What a consumer expands, and the groups that it adds one by one.
-        used += parts * parts_k * (64 * _BLOCK_K + (64 + cols) * 32 + cols * 4)
-    stage = ((32 if fp4 else 64) * parts + cols) * _BLOCK_K
-    return min(_MAX_STAGES, (_SHARED_BYTES - used) // stage) // parts_k * parts_k
+def _epilogue_bytes(parts, cols, parts_k, itemsize):
+    """Sums of all consumers but the first of a part, and each part's tile on its way to another layout."""
+    return parts * 64 * cols * (4 * (parts_k - 1) + itemsize)
 
 
 def bind(a, sfa, b, sfb, d, gran: Gran, accumulate: bool, invariant: bool = False, config: SmallConfig | None = None):
     """What launches the GEMM, called with (a, sfa, b, sfb, d) and their pointers; None where it serves no such tensors.
 
     It serves K-major FP8 activations with scale factors for 1x128: at most 128 rows of them by FP8 weights with a scale
-    factor for 128x128, any number by FP4 weights packed along K with one for 1x32; nothing that the kernel for many
-    rows is faster at.
+    factor for 128x128, any number by FP4 weights packed along K with one for 1x32.
     """
     (m, n), k, fp4 = d.shape, num_k(a, d.shape[0]), packed_dim(b, d.shape[1])
-    num_sms = get_num_sms() or 132
-    launch = None if invariant or config else gemv.bind(a, sfa, b, sfb, d, gran, accumulate, num_sms)
-    if launch:
-        return launch
     if gran != (_FP4 if fp4 else _FP8) or fp4 == "mn" or a.dtype == torch.int8 or (m > 128 and not fp4):
         return None
     if sfa.dtype != torch.float32 or (sfb.dtype != torch.float32 and not fp4) or (d.stride(1) != 1 and n > 1):
         return None
     if (fp4 and k % 32) or not all(map(_is_k_major, (a, b))):
         return None
+    num_sms = get_num_sms() or 132
     if config is None:
-        choose = fp4_config if fp4 else fp8_config
-        config = choose(m, n, k, 4 if accumulate else d.itemsize, num_sms, invariant)
-        if not fp4 and not invariant and _is_large_faster(config, sfa, d, k, num_sms):
-            return None
+        itemsize = 4 if accumulate else d.itemsize
+        config = fp4_config(m, itemsize, invariant) if fp4 else fp8_config(m, n, k, itemsize, num_sms, invariant)
     rows, cols, pointers, strides = a, b, (), ()
     if fp4:
         rows, cols, pointers, strides = b, a, (2, 0), (b.stride(0) // 16, a.stride(0) // 16)
@@ -397,7 +373,7 @@ def _load_exponents(sfb_row, groups, block, k, sfb_stride_k):
 
 @gluon_jit
 def _exponents(sf, groups, block, k):
-    """Biased exponents, [rows, groups]; 0 past K and for scale factors of 0, negative for those no power of two."""
+    """Biased exponents, [rows, groups]; negative where a scale factor is no power of two."""
     if sf.dtype == gl.int32:
         # Bytes past the last group may hold anything.
         return gl.where((block * 128 + groups * 32 < k)[None, :], (sf >> (groups * 8)[None, :]) & 0xFF, 0)
@@ -438,7 +414,7 @@ def _add_missed(
     for _ in range(steps):
         exponent = _exponents(_load_exponents(sfb_x, four, block, k, sfb_stride_k), four, block, k)
         top = gl.maximum(gl.max(exponent, axis=1), -500)
-        missed = (top[:, None] - exponent > 11) & (exponent != 0)
+        missed = top[:, None] - exponent > 11
         for i in range(4):
             group = block * 4 + i
             mine = gl.max((missed & (four == i)[None, :]).to(gl.int32), axis=1)
@@ -461,7 +437,7 @@ def _add_missed(
             )  # fmt: skip
             sfb_row = sfb_ptr + d_rows.to(gl.int64) * sfb_stride_n
             if sfb_ptr.dtype.element_ty == gl.int32:
-                word = gl.load(sfb_row + block.to(gl.int64) * sfb_stride_k, mask=group < num_groups, other=0)
+                word = gl.load(sfb_row + block.to(gl.int64) * sfb_stride_k, mask=block < blocks, other=0)
                 sfb = (((word >> (i * 8)) & 0xFF) << 23).to(gl.float32, bitcast=True)
             else:
                 sfb = gl.load(sfb_row + group.to(gl.int64) * sfb_stride_k, mask=group < num_groups, other=0.0)
@@ -497,6 +473,7 @@ def _consume_fp4(arguments, UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: 
     line: tl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     groups = gl.arange(0, 4, gl.SliceLayout(0, of_group))
     zero = gl.zeros([64, COLS], gl.float32, layout)
+    FAR: tl.constexpr = 8
     SF_PER_BLOCK: tl.constexpr = 1 if sfb_ptr.dtype.element_ty == gl.int32 else 4
     blocks = gl.cdiv(k, 128)
     stage, phase, turn = PART_K, 0, 0
@@ -504,15 +481,15 @@ def _consume_fp4(arguments, UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: 
         row, col, first, steps, split = _tile(tile, tiles_row, tiles_col, blocks, PARTS_K, SPLITS)
         row, col, first = (row * PARTS + PART) * 64, col * COLS, first + PART_K
         block = first
-        rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, of_group)), n * UNIT - 1)
+        rows = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, of_group)), n - 1)
         cols = gl.minimum(col + gl.arange(0, COLS, line), m - 1)
         sfa_row = sfa_ptr + cols.to(gl.int64) * sfa_stride_m
         sfa = gl.load(sfa_row + block.to(gl.int64) * sfa_stride_k, mask=block < blocks, other=0.0)
         sfb_row = sfb_ptr + (rows.to(gl.int64) * sfb_stride_n)[:, None]
-        # Scale factors come from far: two steps ahead to registers, and at once to L2, where a thread takes a sector.
-        for ahead in gl.static_range(0, 8, 4):
-            far = gl.minimum(block + (ahead + groups) * (8 // SF_PER_BLOCK), blocks - 1).to(gl.int64) * SF_PER_BLOCK
-            _prefetch(sfb_row + (far * sfb_stride_k)[None, :])
+        # Scale factors come from far: two steps ahead to registers, more to L2.
+        for ahead in gl.static_range(FAR):
+            far = gl.minimum(block + ahead * PARTS_K, blocks - 1).to(gl.int64) * SF_PER_BLOCK
+            _prefetch(sfb_row + far * sfb_stride_k)
         following = _load_exponents(sfb_row, groups, block, k, sfb_stride_k)
         after = _load_exponents(sfb_row, groups, block + PARTS_K, k, sfb_stride_k)
         acc = gl.zeros([64, COLS], gl.float32, layout)
@@ -522,8 +499,8 @@ def _consume_fp4(arguments, UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: 
             exponent = _exponents(following, groups, block, k)
             top = gl.maximum(gl.max(exponent, axis=1), -500)
             below = top[:, None] - exponent
-            kept = (below <= 11) & (exponent != 0)
-            missed = missed | ((below > 11) & (exponent != 0))
+            kept = below <= 11
+            missed = missed | (below > 11)
             sfb = gl.convert_layout(
                 (gl.maximum(top, 0) << 23).to(gl.float32, bitcast=True), gl.SliceLayout(1, layout), assert_trivial=True
             )
@@ -537,6 +514,8 @@ def _consume_fp4(arguments, UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: 
             x = reinterpret(expanded.index(WHICH), gl.float8e4nv, [64, 128], gl.NVMMASharedLayout(128, 8))
             product = warpgroup_mma(x, y_bufs.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
             following, after = after, _load_exponents(sfb_row, groups, block + 2 * PARTS_K, k, sfb_stride_k)
+            far = gl.minimum(block + FAR * PARTS_K, blocks - 1).to(gl.int64) * SF_PER_BLOCK
+            _prefetch(sfb_row + far * sfb_stride_k)
             block += PARTS_K
             scale = sfb[:, None] * sfa_bufs.index(WHICH).load(gl.SliceLayout(0, layout))[None, :]
             sfa = gl.load(sfa_row + block.to(gl.int64) * sfa_stride_k, mask=block < blocks, other=0.0)
@@ -549,8 +528,7 @@ def _consume_fp4(arguments, UNIT: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: 
         if gl.max(gl.max(missed.to(gl.int32), axis=1), axis=0) > 0:
             acc = _add_missed(
                 acc, a_ptr, b_ptr, sfa_ptr, sfb_ptr, x_narrow.index(WHICH), y_narrow.index(WHICH), row, col, first,
-                steps, m, n * UNIT, k, a_stride, b_stride, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k,
-                PARTS_K,
+                steps, m, n, k, a_stride, b_stride, sfa_stride_m, sfa_stride_k, sfb_stride_n, sfb_stride_k, PARTS_K,
             )  # fmt: skip
         acc = _add_up(acc, sums, summed, free, turn, PART, PART_K, PARTS_K)
         turn ^= 1
