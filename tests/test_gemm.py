@@ -581,6 +581,35 @@ def test_error_against_fp64(k):
     assert rms(d - exact) <= 1.01 * rms(exact.to(BF16) - exact)
 
 
+@pytest.mark.parametrize("mode", ["default dtype", "autocast"])
+def test_modes_change_no_bit(mode):
+    m, n, k = 8, 16, 1024
+    a, b = quantised(m, n, k)
+    x, w = torch.randn(m, k, device=DEVICE).bfloat16(), torch.randn(n, k, device=DEVICE).bfloat16()
+
+    def results():
+        made = nan(m, n), nan(m, n), nan(m, n), nan(m, n, BF16)
+        fp8_nt(a, b, made[0])
+        bf16_nt(x, w, made[1])
+        deep_gemm.cublaslt_gemm_nt(x, w, made[2])
+        deep_gemm.cublaslt_gemm_nt(a[0][:, :32], b[0][:, :32], made[3])
+        return made
+
+    want = results()
+    default = torch.get_default_dtype()
+    try:
+        if mode == "autocast":
+            with torch.autocast(DEVICE, torch.bfloat16):
+                got = results()
+        else:
+            torch.set_default_dtype(BF16)
+            got = results()
+    finally:
+        torch.set_default_dtype(default)
+    for one, other in zip(got, want):
+        assert_bitwise_equal(one, other, mode)
+
+
 @gpu
 def test_constant_sums():
     """All ones, and one product of 2^-8 in each block: a sum that needs 22 bits, of which a block's needs 15."""

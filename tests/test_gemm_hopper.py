@@ -127,6 +127,17 @@ def tool(name, *arguments):
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def test_operands_that_are_converted():
+    """Rows that overlap have to be copied; one column of scale factors, at whatever distance, has not."""
+    hopper = gemm.hopper
+    a = torch.empty(256, device="meta", dtype=E4M3)
+    assert hopper._k_major(a[:128].expand(64, 128)) and hopper._k_major(a.as_strided((8, 128), (16, 1)))
+    assert not hopper._k_major(a.view(2, 128)) and not hopper._k_major(a[:100].view(1, 100))
+    for stride in ((1, 1), (1, 64), (1, 67)):
+        assert hopper._mn_major_sf(torch.empty_strided((64, 1), stride, device="meta"), 64, 128) is None
+    assert hopper._mn_major_sf(torch.empty(64, 2, device="meta"), 64, 256)
+
+
 def test_kernel_names():
     """Profilers look for these."""
     for kernel in (gemm.hopper_fp8.hopper_fp8_gemm_kernel, gemm.hopper_small.fp8_small_gemm_kernel):

@@ -7,6 +7,7 @@ import threading
 import types
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch._dynamo.testing
@@ -249,11 +250,18 @@ def test_repeated_calls_check_what_a_plan_does_not_say():
     for other in (out.numpy(), 1.0):
         with pytest.raises(TypeError, match="out must be a tensor"):
             function((x,), (other,))
-    freed = torch.ones(4, 6)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="x has no memory"):
-        function((freed,), (out,))
+    for freed in (torch.ones(4, 6), torch.ones(8, 6)[4:]):
+        freed.untyped_storage().resize_(0)
+        for forget_first in (False, True):
+            for given in ((out,), (None,)):
+                if forget_first:
+                    forget(function)
+                with pytest.raises(ValueError, match="x has no memory"):
+                    function((freed,), given)
     assert len(launched) == count
+    for given in ((out,), (None,)):
+        function((x,), given)
+    count = len(launched)
     # A sign that is yet to be applied: what the reference computes is copied.
     function((torch._neg_view(x),), (out,))
     assert len(launched) == count and (out == -1).all()
@@ -270,6 +278,36 @@ def test_repeated_calls_check_what_a_plan_does_not_say():
     with torch.inference_mode():
         function((x.clone(),), (torch.ones(4, 6),))
     assert len(launched) == count + 4
+
+
+@pytest.mark.skipif(deep_gemm._call.TensorGuards is None, reason="this torch has no tensor guards")
+def test_a_change_of_mode_needs_a_key_but_once():
+    function, launched = planned()
+    x, out = torch.ones(4, 6), torch.ones(4, 6)
+    function((x.requires_grad_(),), (out,))
+    for _ in range(2):
+        function((x.detach(),), (out,))
+    function.plans.clear()
+    function((x.detach(),), (out,))
+    assert not function.plans and len(launched) == 4
+
+
+def test_a_refused_call_spoils_no_plan():
+    """Sizes that are no integers are found out when outputs are made; equal ones that are integers come to the same key."""
+    sf, ks = torch.ones(4, 8, device=DEVICE), torch.tensor([512], dtype=torch.int32, device=DEVICE)
+    function = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
+    for bad in (([512.0], 128), ([512], 128.0)):
+        with pytest.raises(TypeError):
+            function(sf, ks, *bad)
+    assert function(sf, ks, [512], 128).dtype == torch.int32
+
+
+def test_outputs_that_are_no_tensors():
+    x = distinct(4, 512)
+    cast(x, *FLOAT), cast(x, *FLOAT)
+    for bad in (numpy.zeros(3), numpy.array([None])):
+        with pytest.raises(TypeError, match="out_sf must be a tensor or None"):
+            cast(x, *FLOAT, out_sf=bad)
 
 
 @pytest.mark.parametrize("hidden", [4096, 7168, 1000, 1023])

@@ -20,6 +20,8 @@ except ImportError:
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 _Tensor = torch.Tensor
 _pointer = torch.Tensor.data_ptr
+# Memory of tensors is hardly ever below, and never that of a GPU; offsets into freed storage are.
+_LOW = 2**32
 
 
 def is_traced(tensor) -> bool:
@@ -105,12 +107,13 @@ class Plan:
                     raise ValueError(f"{names[i]} overlaps {names[j]} in memory")
         self.apart = pointers
 
-    def remember(self, tensors):
+    def remember(self, tensors, again):
         """Let `fits` know later tensors of the same type, dtype, device, sizes, strides, gradient and dispatch keys.
 
-        That takes a fifth of the time of the key below, and says too that no sign is yet to be applied.
+        That takes a fifth of the time of the key below, and says too that no sign is yet to be applied. again: whether
+        it was asked and did not know these, for instance since inference mode began.
         """
-        if TensorGuards and self.fits is _fits_nothing:
+        if TensorGuards and (again or self.fits is _fits_nothing):
             shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
             self.fits = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
@@ -131,7 +134,7 @@ class Planned:
     def __init__(self, make, names: tuple[str, ...]):
         self.make, self.names = make, names
         self.plans: dict[tuple, Plan] = {}
-        # The latest plan by options, size of the first input and whether outputs are given: all of them or none.
+        # The latest plan by options, sizes of the first and last input, and whether outputs are given: all or none.
         self.latest: dict[tuple, Plan] = {}
 
     def _name(self, tensor, tensors) -> str:
@@ -139,15 +142,20 @@ class Planned:
 
     def _check_memory(self, tensors, pointers):
         for name, tensor, pointer in zip(self.names, tensors, pointers):
-            if not pointer and tensor.numel() and not tensor.is_meta:
+            if tensor is None or tensor.is_meta or not tensor.numel():
+                continue
+            # A view of freed storage still has its offset for an address.
+            if pointer == tensor.storage_offset() * tensor.element_size():
                 raise ValueError(f"{name} has no memory: freed storage, or a wrapper such as functorch's")
 
     def __call__(self, inputs: tuple, outputs: tuple, *options) -> tuple:
         missing = outputs[0] is None
         try:
-            plan = self.latest.get((options, missing, inputs[0].numel()))
+            plan = self.latest.get((options, missing, inputs[0].numel(), inputs[-1].numel()))
             fits = plan is not None and (
-                plan.fits(*inputs) and outputs.count(None) == len(outputs) if missing else plan.fits(*inputs, *outputs)
+                plan.fits(*inputs) and all([out is None for out in outputs])
+                if missing
+                else plan.fits(*inputs, *outputs)
             )
         except (AttributeError, RuntimeError, TypeError):  # no tensor, one without a size, an unhashable option
             fits = False
@@ -158,7 +166,7 @@ class Planned:
             outputs = tuple([spec.empty(device) for spec in plan.specs])
         tensors = inputs + outputs
         pointers = tuple(map(_pointer, tensors))
-        if 0 in pointers:
+        if min(pointers) < _LOW:
             self._check_memory(tensors, pointers)
         if not missing:
             if pointers != plan.apart:
@@ -175,23 +183,23 @@ class Planned:
             plan = self.plans.get(key)
         except (AttributeError, RuntimeError, TypeError):  # no tensor, one without strides, an unhashable option
             plan = None
-        if plan is None:
+        known = plan is not None
+        if not known:
             plan = self.make(inputs, outputs, *options)
-            if len(self.plans) >= self._MAX_PLANS:
-                self.plans.pop(next(iter(self.plans)), None)
-            self.plans[key] = plan
         if plan.missing:
             device = inputs[0].device
             outputs = tuple([spec.empty(device) if out is None else out for out, spec in zip(outputs, plan.specs)])
             tensors = inputs + outputs
+        # Not before its outputs could be made, which options of a wrong type prevent.
+        if not known:
+            if len(self.plans) >= self._MAX_PLANS:
+                self.plans.pop(next(iter(self.plans)), None)
+            self.plans[key] = plan
         if plan.empty:
             return outputs
-        if plan.absent:
-            pointers = tuple([0 if t is None else t.data_ptr() for t in tensors])
-        else:
-            pointers = tuple(map(_pointer, tensors))
-            if 0 in pointers:
-                self._check_memory(tensors, pointers)
+        pointers = tuple([0 if t is None else t.data_ptr() for t in tensors])
+        if any([pointer < _LOW for t, pointer in zip(tensors, pointers) if t is not None]):
+            self._check_memory(tensors, pointers)
         if plan.given:
             for t in outputs:
                 if t.requires_grad:
@@ -205,10 +213,11 @@ class Planned:
         if plan.given:
             increment_version(outputs)
         if not plan.absent and plan.given != plan.missing:
-            plan.remember(inputs if plan.missing else tensors)
+            latest = (options, plan.missing, inputs[0].numel(), inputs[-1].numel())
+            plan.remember(inputs if plan.missing else tensors, again=self.latest.get(latest) is plan)
             if len(self.latest) >= self._MAX_PLANS:
                 self.latest.clear()
-            self.latest[options, plan.missing, inputs[0].numel()] = plan
+            self.latest[latest] = plan
         plan.launch(tensors, pointers)
         return outputs
 

@@ -143,15 +143,8 @@ def cublaslt_gemm_nt(a, b, d, c=None) -> None:
     m, n = d.shape
     if not m or not n:
         return
-    if a.dtype == d.dtype:
-        # Compilers take few strides of an `out`.
-        out = {} if is_traced(d) else {"out": d}
-        product = torch.mm(a, b.T, **out) if c is None else torch.addmm(c, a, b.T, **out)
-        if product is not d:
-            d.copy_(product)
-    else:
-        product = _mm(a, b.T, d.dtype)
-        d.copy_(product if c is None else c + product)
+    with torch.autocast(d.device.type, enabled=False):
+        _by_torch(a, b, c, d)
 
 
 def cublaslt_gemm_nn(a, b, d, c=None) -> None:
@@ -253,8 +246,9 @@ def _run(family, inputs, c, d, *options) -> None:
 def _same_view(c, d) -> bool:
     if c is d:
         return True
-    tensors = isinstance(c, torch.Tensor) and isinstance(d, torch.Tensor)
-    return tensors and c.data_ptr() == d.data_ptr() and c.shape == d.shape and c.stride() == d.stride()
+    if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in (c, d)):
+        return False
+    return c.shape == d.shape and c.stride() == d.stride() and c.data_ptr() == d.data_ptr()
 
 
 class _GemmPlan(Plan):
@@ -416,11 +410,23 @@ _FP8 = Planned(_make_fp8, (*_FP8_NAMES, "d")), Planned(_make_fp8, (*_FP8_NAMES, 
 _BF16 = Planned(_make_bf16, ("a", "b", "d")), Planned(_make_bf16, ("a", "b", "c", "d"))
 
 
+def _by_torch(a, b, c, d) -> None:
+    if a.dtype == d.dtype:
+        # Compilers take few strides of an `out`.
+        out = {} if is_traced(d) else {"out": d}
+        product = torch.mm(a, b.T, **out) if c is None else torch.addmm(c, a, b.T, **out)
+        if product is not d:
+            d.copy_(product)
+    else:
+        product = _mm(a, b.T, d.dtype)
+        d.copy_(product if c is None else c + product)
+
+
 def _mm(a, b, dtype):
     """`a @ b` in another dtype, summed in fp32."""
     if a.dtype == _E4M3:
         if a.is_cuda and _takes_e4m3(a, b) and dtype != torch.float16:
-            one = torch.ones((), device=a.device)
+            one = torch.ones((), dtype=torch.float32, device=a.device)
             return torch._scaled_mm(a, b, one, one, out_dtype=dtype)
         a, b = a.bfloat16(), b.bfloat16()
     if a.is_cuda and a.dtype != torch.float32 and dtype == torch.float32 and min(*a.shape, *b.shape) > 0:

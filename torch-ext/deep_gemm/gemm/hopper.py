@@ -101,7 +101,7 @@ class _Conversion:
 def _k_major(data):
     """What makes an operand's rows contiguous, at multiples of 16 bytes; None where they are."""
     mn, k = data.shape
-    if (k == 1 or data.stride(1) == 1) and (mn == 1 or data.stride(0) % 16 == 0):
+    if (k == 1 or data.stride(1) == 1) and (mn == 1 or (data.stride(0) % 16 == 0 and data.stride(0) >= k)):
         return None
     like = torch.empty_strided((mn, k), (align(k, 16), 1), dtype=data.dtype, device="meta")
     args = (mn, k, *data.stride(), like.stride(0), data.stride(0) == 1, 128, 128)
@@ -110,7 +110,7 @@ def _k_major(data):
 
 def _mn_major_sf(sf, mn, k):
     """What makes scale factors for 1x128 fp32 and MN-major, at multiples of 16 bytes; None where they are."""
-    stride = sf.stride(1) if sf.shape[1] > 1 else 4
+    stride = sf.stride(1) if sf.shape[1] > 1 else align(mn, 4)
     if sf.dtype == torch.float32 and (mn == 1 or sf.stride(0) == 1) and stride % 4 == 0 and stride >= mn:
         return None
     if sf.dtype == torch.float32:

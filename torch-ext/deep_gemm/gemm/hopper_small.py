@@ -148,7 +148,8 @@ def bind(a, sfa, b, sfb, d, gran: Gran, accumulate: bool, invariant: bool = Fals
 
 def _is_k_major(data) -> bool:
     """Whether TMA can read its rows."""
-    return data.stride(1) == 1 and (data.stride(0) % 16 == 0 or data.shape[0] == 1)
+    rows, columns = data.shape
+    return data.stride(1) == 1 and (rows == 1 or (data.stride(0) % 16 == 0 and data.stride(0) >= columns))
 
 
 def _box(index, data, rows):

@@ -47,22 +47,29 @@ def fp8_gemm(a, sfa, b, sfb, c, shape, dtype, gran: Gran) -> torch.Tensor:
     k = num_k(a, m)
     sfa, sfb = _sf_rows(sfa, gran.m, m), _sf_rows(sfb, gran.n, n)
     d = torch.empty(shape, dtype=dtype, device=a.device)
+    with torch.autocast(a.device.type, enabled=False):
+        _sum_blocks(a, sfa, b, sfb, c, d, k, gran)
+    return d
+
+
+def _sum_blocks(a, sfa, b, sfb, c, d, k, gran):
+    m, n = d.shape
     step, rows = min(gran.k_a, gran.k_b), max(128, _MAX_ELEMENTS // max(n, 1) // 128 * 128)
     for i in range(0, m, rows):
         part = slice(i, min(i + rows, m))
-        acc = torch.zeros(part.stop - i, n, device=a.device)
+        acc = torch.zeros(part.stop - i, n, dtype=torch.float32, device=a.device)
         for j in range(0, k, step):
             columns = slice(j, min(j + step, k))
             product = _values(a, m, part, columns) @ _values(b, n, slice(0, n), columns).T
             acc += (sfa[part, j // gran.k_a, None] * sfb[None, :, j // gran.k_b]) * product
         d[part] = acc if c is None else c[part].float() + acc
-    return d
 
 
 @torch.no_grad()
 def bf16_gemm(a, b, c, shape, dtype) -> torch.Tensor:
     """`c + A @ B^T` of `shape` (M, N) and `dtype`, the product in fp32; c may be None."""
-    acc = a.float() @ b.float().T
+    with torch.autocast(a.device.type, enabled=False):
+        acc = a.float() @ b.float().T
     return (acc if c is None else c.float() + acc).to(dtype)
 
 
