@@ -3,7 +3,7 @@
 import pytest
 import torch
 from casting import gpu
-from generators import DEVICE, deep_gemm
+from generators import DEVICE, deep_gemm, forget
 from test_layout import GRID, inputs, mn_major_strides, packed_words, powers_of_two, shape_of
 
 fused_layout = deep_gemm.fused_layout
@@ -198,7 +198,7 @@ def test_fake_tensors():
 def test_kernels_do_the_work(monkeypatch):
     for name in ("_to_mn_major", "pack_ue8m0_to_int"):
         monkeypatch.setattr(reference, name, lambda *args: pytest.fail("took the reference"))
-    fused_layout._transpose.plans.clear(), fused_layout._pack.plans.clear(), fused_layout._pack_k_grouped.plans.clear()
+    forget(fused_layout._transpose), forget(fused_layout._pack), forget(fused_layout._pack_k_grouped)
     ks = torch.tensor([512, 640], dtype=torch.int32, device=DEVICE)
     aligned(powers_of_two(130, 5)), packed(powers_of_two(2, 130, 5))
     packed_k_grouped(powers_of_two(9, 8), ks, [512, 640], 128)

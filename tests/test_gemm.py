@@ -17,7 +17,7 @@ from gemming import (
     operand,
     product,
 )
-from generators import DEVICE, deep_gemm
+from generators import DEVICE, deep_gemm, forget
 from views import guarded, with_stride
 
 dense = deep_gemm.gemm.dense
@@ -435,7 +435,7 @@ def test_gradients_and_versions():
 def test_settings_make_a_plan_of_their_own(monkeypatch):
     a, b, d = bf16_operand(6, 64).data, bf16_operand(33, 64).data, nan(6, 33)
     plans = dense._BF16[0].plans
-    plans.clear()
+    forget(dense._BF16[0])
     for sms, number in ((0, 1), (0, 1), (64, 2), (0, 2)):
         monkeypatch.setattr(deep_gemm._runtime._settings, "num_sms", sms)
         bf16_nt(a, b, d)

@@ -21,7 +21,7 @@ from gemming import (
     operand,
     product,
 )
-from generators import deep_gemm
+from generators import deep_gemm, forget
 from views import guarded, with_stride
 
 pytestmark = [
@@ -35,7 +35,7 @@ each_shape = pytest.mark.parametrize("m, n, k", SHAPES)
 
 def clear_plans():
     for planned in (*dense._FP8, *dense._BF16):
-        planned.plans.clear()
+        forget(planned)
 
 
 def widened(tensor):

@@ -20,7 +20,7 @@ from ._call import (
     served_by_triton,
 )
 from ._ops import add_op_namespace_prefix, ops
-from ._quant import converts_in_hardware, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
+from ._quant import converts_in_hardware, reciprocal, to_e4m3, to_e4m3_inf_to_nan, to_fp32, torch_saturates
 from ._tiles import layout, tile_pointers
 from ._triton import Launch, jit, tl
 from .utils.math import align, ceil_div, per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
@@ -593,34 +593,6 @@ def _store_bytes(ptr, words, limit_m, limit_n, stride_n, stride_m):
         row = (tl.arange(0, words.shape[1]) * 4 + i)[None, :]
         pointers = ptr + (cols + row.to(tl.int64) * stride_m)
         tl.store(pointers, (words >> (8 * i)).to(tl.uint8), mask=mask & (row < limit_m))
-
-
-@jit
-def reciprocal(sf, HARDWARE: tl.constexpr):
-    """1 / sf as IEEE division rounds it, for the values that a scale factor takes: 2^-23 to 2^126, Inf and NaN.
-
-    Division proper has a slow path for other values, which costs registers in every kernel that might take it.
-    """
-    if HARDWARE:
-        inv = tl.inline_asm_elementwise(
-            """{
-            .reg .f32 error;
-            .reg .pred finite;
-            rcp.approx.ftz.f32 $0, $1;
-            fma.rn.f32 error, $1, $0, 0fBF800000;
-            neg.f32 error, error;
-            setp.neu.f32 finite, $1, 0f7F800000;
-            @finite fma.rn.f32 $0, $0, error, $0;
-            }""",
-            "=&f,f",
-            args=[sf],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        inv = tl.div_rn(1.0, sf)
-    return inv
 
 
 @jit

@@ -20,8 +20,8 @@ from ._call import (
     sf_spec,
 )
 from ._ops import add_op_namespace_prefix, ops
-from ._quant import max_abs_bits, to_fp32
-from ._tile_cast import TileCast, reciprocal
+from ._quant import max_abs_bits, reciprocal, to_fp32
+from ._tile_cast import TileCast
 from ._tiles import layout, tile_pointers
 from ._triton import Launch, jit, tl
 from .utils.math import ceil_div, per_token_cast_to_fp4

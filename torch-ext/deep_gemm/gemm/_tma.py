@@ -1,4 +1,4 @@
-"""Gluon on Hopper: where it is missing, how Triton's versions name it, launches of kernels that use TMA, and d without."""
+"""Gluon on Hopper: where it is missing, how Triton's versions name it, and launches of kernels that use TMA."""
 
 from __future__ import annotations
 
@@ -174,17 +174,3 @@ def _tma_entry(compiled):
         return encode_by_triton(_Address(pointer, list(operand.shape), list(operand.strides)), metas[nth], *base_args)
 
     return entry, found[1], encode
-
-
-@gluon_jit
-def store_directly(d, x, row, col, m, n, d_stride, D_UNIT: tl.constexpr, ACCUMULATE: tl.constexpr):
-    """Store x, or add it to what is there, where TMA cannot: N and the stride of d are multiples of D_UNIT."""
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
-    cols = col + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    # Triton has to see the multiples to access more than one element at a time.
-    n, d_stride = n // D_UNIT * D_UNIT, d_stride // D_UNIT * D_UNIT
-    pointers = d + gl.expand_dims(rows.to(gl.int64) * d_stride, 1) + gl.expand_dims(cols, 0)
-    mask = gl.expand_dims(rows < m, 1) & gl.expand_dims(cols < n, 0)
-    if ACCUMULATE:
-        x += gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
-    gl.store(pointers, x.to(d.dtype.element_ty), mask=mask)

@@ -10,7 +10,7 @@ from ..fused_layout import get_mn_major_tma_aligned_tensor
 from ..utils.layout import get_tma_aligned_size
 from ..utils.math import align, ceil_div
 from . import hopper_fp8, hopper_small, portable
-from ._tma import gl
+from ._tma import gl, is_written_by_tma
 from .config import fp8_config
 from .reference import Gran
 
@@ -21,7 +21,8 @@ def bind(a, sfa, b, sfb, d, gran: Gran, accumulate: bool):
     """What launches the FP8 GEMM, called with (a, sfa, b, sfb, d) and their pointers; None where `portable` has to."""
     if not _is_served(d) or torch.int8 in (a.dtype, b.dtype):
         return None
-    return hopper_small.bind(a, sfa, b, sfb, d, gran, accumulate) or bind_fp8(a, sfa, b, sfb, d, gran, accumulate)
+    arguments = a, sfa, b, sfb, d, gran, accumulate, _num_sms(d.device)
+    return hopper_small.bind(*arguments) or bind_fp8(*arguments)
 
 
 def bind_bf16(a, b, d, accumulate: bool):
@@ -29,19 +30,15 @@ def bind_bf16(a, b, d, accumulate: bool):
     return None
 
 
-def bind_fp8(a, sfa, b, sfb, d, gran: Gran, accumulate: bool):
+def bind_fp8(a, sfa, b, sfb, d, gran: Gran, accumulate: bool, num_sms: int):
     """`bind` with the kernel for many rows, and copies of the operands that are not in its layout; None likewise.
 
     It reads FP8 with scale factors for 1x128 by 128x128 or 1x128. Copies are made of operands that are not K-major or
     have no rows at multiples of 16 bytes, and of scale factors that are packed or, for 1x128, not MN-major.
     """
-    (m, n), k, unit = d.shape, a.shape[1], 16 // d.element_size()
-    if gran not in (_FORWARD, _WGRAD) or torch.int8 in (a.dtype, b.dtype):
+    (m, n), k = d.shape, a.shape[1]
+    if gran not in (_FORWARD, _WGRAD) or not is_written_by_tma(d) or max(m, n, k) >= 2**31 - 256:
         return None
-    # TMA writes d in pieces of 16 bytes, beyond its edge where rows are no multiple of them.
-    if (n > 1 and d.stride(1) != 1) or (m > 1 and d.stride(0) % unit) or n % unit or max(m, n, k) >= 2**31 - 256:
-        return None
-    num_sms = _num_sms(d.device)
     per_column = gran == _WGRAD
     convert = (
         _k_major(a), _mn_major_sf(sfa, m, k), _k_major(b), _mn_major_sf(sfb, n, k) if per_column else _fp32_sf(sfb, k)
